@@ -1,0 +1,117 @@
+"""The interface between the decoder and the paged KV cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from zipage.cache.kv_cache import KVCache
+
+
+@dataclass
+class StepInputs:
+    """Tensors of one forward pass over the new tokens of S sequences.
+
+    The tokens of all sequences lie one after another, T in all, then rows of padding up to T'
+    (a multiple of 4: matrix products of fp32 rows then do not depend on the batch).
+    On CPU every tensor is contiguous.
+
+    Attributes:
+        input_ids: ``[T']`` int64.
+        positions: ``[T']`` int64, RoPE positions (text positions, never renumbered).
+        slot_mapping: ``[T']`` int64, ``block_id * block_size + offset`` the token's key and value
+            are written to; -1 for padding.
+        capture: ``[T']`` int64, ``query_slot * window + index`` its query is stored under; -1 none.
+        query_start: ``[S + 1]`` int32, where each sequence's tokens start in the rows above.
+        cache_lens: ``[S]`` int32, valid cache slots of each sequence including this step's tokens.
+            Token i of the q new tokens of a sequence sits at slot ``cache_len - q + i`` and
+            attends to the slots up to and including its own.
+        block_tables: ``[S, max_blocks]`` int32, rows padded with 0.
+        num_tokens: T.
+        max_query_len: longest q of the step.
+        max_cache_len: longest cache_len of the step.
+        any_capture: whether any entry of `capture` is not -1.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    capture: torch.Tensor
+    query_start: torch.Tensor
+    cache_lens: torch.Tensor
+    block_tables: torch.Tensor
+    num_tokens: int
+    max_query_len: int
+    max_cache_len: int
+    any_capture: bool
+
+
+@dataclass(frozen=True)
+class QKVTransform:
+    """What happens to a projected query and key before attention.
+
+    Attributes:
+        q_norm: ``[D]`` RMSNorm weight applied to each query head, or None.
+        k_norm: ``[D]`` the same for keys.
+        norm_eps: epsilon of both norms.
+        cos, sin: ``[max_positions, R / 2]`` fp32 RoPE tables, with any scaling factor applied;
+            R <= D is the rotated width. Halves are rotated as in Llama:
+            ``out[:R/2] = x[:R/2]*cos - x[R/2:R]*sin``, ``out[R/2:R] = x[R/2:R]*cos + x[:R/2]*sin``.
+    """
+
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class AttentionBackend(ABC):
+    """Attention of one model over one KV cache."""
+
+    name: str
+
+    def __init__(self, cache: KVCache, scale: float) -> None:
+        self.cache = cache
+        self.scale = scale
+
+    @abstractmethod
+    def attend(
+        self, layer: int, qkv: torch.Tensor, transform: QKVTransform, step: StepInputs
+    ) -> torch.Tensor:
+        """Write this step's keys and values to the cache and attend to it.
+
+        Norms and rotates queries and keys, writes K and V to `step.slot_mapping`, stores the
+        queries of captured tokens, then computes causal attention over each sequence's slots.
+
+        Args:
+            layer: index of the layer.
+            qkv: ``[T', (Q + 2 H) * D]`` projected queries, keys, values, heads contiguous.
+            transform: norms and RoPE.
+            step: the step's metadata.
+
+        Returns:
+            ``[T', Q * D]`` in the dtype of `qkv`; padding rows hold finite values.
+        """
+
+
+def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
+    """Build the backend called `name`: ``torch``, ``native`` (CPU) or ``auto``."""
+    from zipage.attention.torch_backend import TorchBackend
+
+    spec = cache.spec
+    if name in ("auto", "native") and spec.device.type == "cpu" and spec.dtype == torch.float32:
+        from zipage.kernels import native
+
+        if name == "native" or native.available():
+            from zipage.attention.native_backend import NativeBackend
+
+            return NativeBackend(cache, scale)
+    if name == "native":
+        raise ValueError(
+            f"attention backend 'native' needs device cpu and dtype float32, "
+            f"got {spec.device} and {spec.dtype}"
+        )
+    return TorchBackend(cache, scale)

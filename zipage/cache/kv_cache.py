@@ -1,0 +1,75 @@
+"""The tensors that hold cached keys, values, stored scores, positions and window queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Shape of a KV pool. `window` and `num_query_slots` are 0 when nothing is ever compressed."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int = 0
+    num_query_slots: int = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token, all layers and KV heads."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def score_bytes_per_token(self) -> int:
+        """Bytes of the stored score (fp32) and position (int32) of one token; 0 if unused."""
+        return 8 * self.num_layers * self.num_kv_heads if self.num_query_slots else 0
+
+    @property
+    def query_slot_bytes(self) -> int:
+        """Bytes of one query slot: `window` post-RoPE queries of all layers and heads."""
+        return self.num_layers * self.window * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """The KV pool.
+
+    Attributes (L layers, N blocks, H KV heads, Q query heads, b block size, D head dim,
+    M query slots, w window):
+
+        kv: ``[L, N, 2, H, b, D]``; index 0 of dim 2 is keys (after RoPE), 1 is values.
+        scores: ``[L, N, H, b]`` fp32, the score stored with a token when it was last scored.
+        positions: ``[L, N, H, b]`` int32, the text position of a token, written at compression
+            (before the first one a token's position is its slot).
+        queries: ``[L, M, w, Q, D]``, the post-RoPE queries of the last `w` tokens before a trigger.
+
+    `scores`, `positions` and `queries` have size 0 when `num_query_slots` is 0.
+    """
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.spec = spec
+        s = spec
+        scored = s.num_blocks if s.num_query_slots else 0
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=s.device)
+
+        self.kv = zeros(
+            s.num_layers, s.num_blocks, 2, s.num_kv_heads, s.block_size, s.head_dim, dtype=s.dtype
+        )
+        self.scores = zeros(
+            s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.float32
+        )
+        self.positions = zeros(
+            s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.int32
+        )
+        self.queries = zeros(
+            s.num_layers, s.num_query_slots, s.window, s.num_heads, s.head_dim, dtype=s.dtype
+        )

@@ -1,0 +1,23 @@
+"""Errors a user can act on."""
+
+from __future__ import annotations
+
+
+class ZipageError(Exception):
+    """Base of every error caused by what the user asked for."""
+
+
+class ConfigError(ZipageError, ValueError):
+    """An engine option is unknown, out of range or does not fit the others."""
+
+
+class ModelError(ZipageError, ValueError):
+    """A model directory cannot be loaded: missing, broken or unsupported."""
+
+
+class RequestError(ZipageError, ValueError):
+    """A request is refused at submission."""
+
+
+class EngineDeadError(ZipageError, RuntimeError):
+    """The engine stopped after a failure it could not contain; the cause is chained."""
