@@ -1,1 +1,53 @@
-"""Zipage."""
+"""Zipage: LLM inference for reasoning models with constant KV memory per request."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zipage.config import EngineConfig
+    from zipage.engine.async_llm import AsyncLLM
+    from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, ZipageError
+    from zipage.llm import LLM
+    from zipage.outputs import CompletionOutput, RequestMetrics, RequestOutput, Usage
+    from zipage.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "ModelError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "Usage",
+    "ZipageError",
+]
+
+_HOME = {
+    "LLM": "zipage.llm",
+    "AsyncLLM": "zipage.engine.async_llm",
+    "EngineConfig": "zipage.config",
+    "SamplingParams": "zipage.sampling_params",
+    **dict.fromkeys(
+        ("CompletionOutput", "RequestMetrics", "RequestOutput", "Usage"), "zipage.outputs"
+    ),
+    **dict.fromkeys(
+        ("ConfigError", "EngineDeadError", "ModelError", "RequestError", "ZipageError"),
+        "zipage.errors",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use, so that `zipage --help` need not wait for torch.
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'zipage' has no attribute {name!r}")

@@ -99,8 +99,6 @@ class AttentionBackend(ABC):
 
 def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
     """Build the backend called `name`: ``torch``, ``native`` (CPU) or ``auto``."""
-    from zipage.attention.torch_backend import TorchBackend
-
     spec = cache.spec
     if name in ("auto", "native") and spec.device.type == "cpu" and spec.dtype == torch.float32:
         from zipage.kernels import native
@@ -114,4 +112,6 @@ def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
             f"attention backend 'native' needs device cpu and dtype float32, "
             f"got {spec.device} and {spec.dtype}"
         )
+    from zipage.attention.torch_backend import TorchBackend
+
     return TorchBackend(cache, scale)

@@ -12,8 +12,8 @@ class CompressionJob:
     Attributes:
         request_id: whose cache.
         source_blocks: blocks that hold the cached tokens, in slot order.
-        target_blocks: blocks that hold the survivors afterwards, in slot order. Each is either one
-            of `source_blocks` (any of them) or a new block that is not; no block occurs twice.
+        target_blocks: blocks that hold the survivors afterwards, in slot order. Entry i is either
+            ``source_blocks[i]``, written in place, or a block that is not a source block.
         length: T, cached tokens before.
         keep: tokens kept per layer and KV head, ``len(target_blocks) * block_size`` and < T.
         query_slot: the query slot that holds the last `window` queries.

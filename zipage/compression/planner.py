@@ -14,56 +14,59 @@ class TargetPlan:
     """Where the survivors of one request go.
 
     Attributes:
-        reused: own blocks written in place, in slot order.
-        unhashed: those of `reused` whose hash must be dropped first.
-        num_new: blocks to allocate for the rest.
+        blocks: the `max_blocks` - 1 target blocks in slot order: entry i is the request's own
+            i-th block, written in place, or None for a new one.
+        unhashed: those of `blocks` whose hash must be dropped first.
     """
 
-    reused: tuple[int, ...]
+    blocks: tuple[int | None, ...]
     unhashed: tuple[int, ...]
-    num_new: int
+
+    @property
+    def num_new(self) -> int:
+        """Blocks to allocate."""
+        return self.blocks.count(None)
 
 
 def plan_targets(request: Request, pool: BlockPool, headroom: int) -> TargetPlan:
-    """Choose the `max_blocks` - 1 target blocks of a request that is due for compression.
+    """Choose the target blocks of a request that is due for compression.
 
-    A block with other owners is never a target. A block that only this request owns but that the
-    prefix cache lists is spared (its place is taken by a new block) if it holds prompt tokens and
-    the pool keeps `headroom` available blocks besides; otherwise its hash is dropped.
+    Target i takes the place of the request's i-th block, so that the order of its slots, and with
+    it every rounding error, does not depend on the state of the pool. A block with other owners is
+    always replaced by a new one. A block that only this request owns but that the prefix cache
+    lists is replaced too (it stays findable) if it holds prompt tokens and the pool keeps
+    `headroom` available blocks besides; otherwise its hash is dropped and it is written in place.
     """
     assert request.max_blocks is not None
-    wanted = request.max_blocks - 1
+    own = request.block_ids[: request.max_blocks - 1]
     prompt_blocks = 0 if request.compressed else request.prompt_len // request.block_size
-    own = [b for b in request.block_ids if pool.ref_count(b) == 1]
-    worth_sparing = {
-        b
-        for b in request.block_ids[:prompt_blocks]
-        if pool.ref_count(b) == 1 and pool.block_hash(b) is not None
-    }
-    plain = [b for b in own if b not in worth_sparing]
-    spare = max(0, pool.num_available - headroom)
-    num_new = min(max(0, wanted - len(plain)), max(spare, wanted - len(own)))
-    in_place = wanted - num_new
-    chosen = set(plain[:in_place])
-    for block in own:
-        if len(chosen) == in_place:
-            break
-        chosen.add(block)
-    reused = tuple(b for b in own if b in chosen)
-    unhashed = tuple(b for b in reused if pool.block_hash(b) is not None)
-    return TargetPlan(reused, unhashed, num_new)
+    spare = pool.num_available - headroom - sum(1 for b in own if pool.ref_count(b) > 1)
+    blocks: list[int | None] = []
+    unhashed = []
+    for i, block in enumerate(own):
+        findable = pool.block_hash(block) is not None
+        if pool.ref_count(block) > 1:
+            blocks.append(None)
+        elif findable and i < prompt_blocks and spare > 0:
+            blocks.append(None)
+            spare -= 1
+        else:
+            blocks.append(block)
+            if findable:
+                unhashed.append(block)
+    return TargetPlan(tuple(blocks), tuple(unhashed))
 
 
 def make_job(request: Request, plan: TargetPlan, pool: BlockPool) -> CompressionJob:
     """Allocate the new blocks of a plan and describe the compression.
 
-    From here on the request owns its source blocks and the new ones until `finish_job`.
+    From here on the request owns its source blocks and the new ones until the compression ends.
     """
     assert request.query_slot is not None
     for block in plan.unhashed:
         pool.drop_hash(block)
-    new_blocks = pool.allocate(plan.num_new)
-    target = [*plan.reused, *new_blocks]
+    fresh = iter(pool.allocate(plan.num_new))
+    target = [next(fresh) if block is None else block for block in plan.blocks]
     return CompressionJob(
         request_id=request.request_id,
         source_blocks=tuple(request.block_ids),

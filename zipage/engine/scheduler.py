@@ -430,7 +430,10 @@ class Scheduler:
             request.block_hashes, request.token_ids, most // b, request.salt
         )
         unowned = sum(1 for block in hits if self.pool.ref_count(block) == 0)
-        first = min(request.num_pending - len(hits) * b, budget)
+        known = request.num_pending
+        if request.trigger is not None:
+            known = min(known, request.trigger)
+        first = min(known - len(hits) * b, budget)
         needed = -(-(len(hits) * b + first) // b) - len(hits)
         if not self._fits(request, acquired=len(hits), needed_now=needed, unowned=unowned):
             return False

@@ -1,0 +1,42 @@
+# Everything here works on a machine with Python (>= 3.10) and make alone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed ## create .venv and install Zipage into it
+
+demo: $(VENV)/.installed ## answer a batch of problems with full KV, then with Zipage, in the same pool
+	$(BIN)/zipage demo
+
+test: $(VENV)/.installed-dev ## run the tests
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev ## run the slow tests too
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.installed-dev ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## check types
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+
+.PHONY: help install demo test test-slow lint types clean

@@ -1,0 +1,489 @@
+"""An engine without a model: it moves integers where the real one moves keys and values.
+
+Every cache slot holds one integer, its *content*: a hash of the token, its position, the salt and
+the sum of all contents that were visible when it was written. The next token is a hash of the sum
+of all visible contents. So, as in a real model, a token that is wrongly visible, missing, stale or
+overwritten changes the text from there on; and, as in attention, the order of the slots does not.
+`solo_text` says what the text must be, without blocks, slots or a scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zipage.cache.block_pool import BlockPool
+from zipage.compression.job import CompressionJob
+from zipage.compression.planner import new_blocks
+from zipage.engine.request import Request, RequestStatus
+from zipage.engine.scheduler import ScheduledTokens, Scheduler, SchedulerConfig, StepPlan, SwapMove
+
+GARBAGE = -1
+VOCABULARY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a user asks for. `seed` makes samples of one prompt differ; one token in `stop_one_in`
+    ends the text."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    max_blocks: int | None = None
+    window: int = 2
+    priority: int = 0
+    bounded_prefill: bool = False
+    salt: bytes = b""
+    seed: int = 0
+    stop_one_in: int = 0
+
+
+def content_of(ask: Ask, position: int, token: int, visible: int) -> int:
+    """What stands for the keys and values of a token that sees contents of sum `visible`."""
+    return hash((int.from_bytes(ask.salt, "big"), position, token, visible))
+
+
+def next_token(ask: Ask, visible: int) -> int:
+    """The token that follows when the visible contents have this sum."""
+    return hash((visible, ask.seed)) % VOCABULARY
+
+
+def stops(ask: Ask, token: int) -> bool:
+    """Whether a token ends the text."""
+    return ask.stop_one_in > 0 and token % ask.stop_one_in == 0
+
+
+def survivors(contents: Sequence[int], window: Sequence[int], keep: int, index: int) -> set[int]:
+    """The `keep` contents kept by compression number `index`: the window, and others at random,
+    but always the same ones for the same request."""
+    kept = set(window)
+    others = sorted((c for c in contents if c not in kept), key=lambda c: hash((c, index)))
+    kept.update(others[: keep - len(kept)])
+    return kept
+
+
+def solo_text(ask: Ask, block_size: int) -> list[int]:
+    """The text of a request that has the machine for itself, straight from the definition."""
+    tokens = list(ask.prompt)
+    cache: list[int] = []
+    compressions = 0
+    position = 0
+    while True:
+        if ask.max_blocks is not None:
+            limit = ask.max_blocks * block_size
+            if not compressions and not ask.bounded_prefill:
+                limit = max(limit, len(ask.prompt))
+            if len(cache) >= limit:
+                keep = (ask.max_blocks - 1) * block_size
+                kept = survivors(cache, cache[-ask.window :], keep, compressions)
+                cache = [c for c in cache if c in kept]
+                compressions += 1
+        cache.append(content_of(ask, position, tokens[position], sum(cache)))
+        position += 1
+        if position == len(tokens):
+            tokens.append(next_token(ask, sum(cache)))
+            if len(tokens) - len(ask.prompt) == ask.max_tokens or stops(ask, tokens[-1]):
+                return tokens
+
+
+@dataclass
+class InFlight:
+    """A compression that runs beside the steps."""
+
+    job: CompressionJob
+    request: Request
+    contents: list[int]
+    window: list[int]
+    steps_left: int
+
+
+@dataclass
+class FakeEngine:
+    """Executes what the scheduler plans and checks every write against the invariants.
+
+    Attributes:
+        compaction: ``"stable"`` or ``"holes"``.
+        delay: steps a compression takes; 0 is synchronous.
+        fails: whether a compression fails.
+        finish_first: poll for ended compressions before planning new ones, instead of after.
+    """
+
+    config: SchedulerConfig
+    compaction: str = "stable"
+    delay: Callable[[], int] = lambda: 0
+    fails: Callable[[], bool] = lambda: False
+    finish_first: bool = False
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.scheduler = Scheduler(c)
+        self.scheduler.on_swap_dropped = self._drop_swap
+        self.block_size = c.block_size
+        self.cache = [[GARBAGE] * c.block_size for _ in range(c.num_blocks)]
+        #: As the score and position store: written by compressions, read by the next one.
+        self.stored = [[GARBAGE] * c.block_size for _ in range(c.num_blocks)]
+        self.queries: list[list[int]] = [[] for _ in range(c.num_query_slots)]
+        self.swapped: dict[str, tuple[list[list[int]], list[list[int]], list[int] | None]] = {}
+        self.in_flight: dict[str, InFlight] = {}
+        self.position_of: dict[int, int] = {}
+        self.content_of_hash: dict[bytes, tuple[int, ...]] = {}
+        self.ended: dict[str, Request] = {}
+        self.reasons: dict[str, str] = {}
+        self.steps = 0
+        self.idle_steps = 0
+        self.schedule_log: list[list[tuple[str, int]]] = []
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request_id: str, ask: Ask, leader: Request | None = None) -> Request:
+        """Submit a request; RequestError if the scheduler refuses it."""
+        request = Request(
+            request_id,
+            list(ask.prompt),
+            max_tokens=ask.max_tokens,
+            block_size=self.block_size,
+            max_blocks=ask.max_blocks,
+            window=ask.window,
+            priority=ask.priority,
+            bounded_prefill=ask.bounded_prefill,
+            salt=ask.salt,
+            leader=leader,
+            payload=ask,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, whatever it is doing."""
+        request = self.scheduler.abort(request_id)
+        if request is not None and request.status is RequestStatus.FINISHED:
+            self._end(request, "aborted")
+
+    def _end(self, request: Request, reason: str) -> None:
+        assert request.request_id not in self.ended, "a request ends once"
+        assert request.request_id not in self.scheduler.requests
+        assert not request.block_ids and request.query_slot is None and request.row == -1
+        assert request.request_id not in self.swapped, "host memory of an ended request leaks"
+        self.ended[request.request_id] = request
+        self.reasons[request.request_id] = reason
+
+    def _drop_swap(self, request: Request) -> None:
+        del self.swapped[request.request_id]
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self) -> StepPlan:
+        """One engine step, then all checks."""
+        running_before = list(self.scheduler.running)
+        preemptions_before = {id(r): r.preemptions for r in running_before}
+        if self.finish_first:
+            self._poll()
+        jobs = self.scheduler.plan_compressions()
+        for move in self.scheduler.take_swap_outs():
+            self._swap_out(move)
+        for job in jobs:
+            self._start(job)
+        if not self.finish_first:
+            self._poll()
+        plan = self.scheduler.schedule()
+        self._check_oldest(running_before, preemptions_before)
+        self.execute(plan)
+        self.finish_step(plan)
+        self.check()
+        return plan
+
+    def execute(self, plan: StepPlan) -> None:
+        """The forward pass: writes the cache and remembers each sampled token."""
+        self._check_plan(plan)
+        for move in plan.swap_outs:
+            self._swap_out(move)
+        self._scramble_free_blocks()
+        for move in plan.swap_ins:
+            self._swap_in(move)
+        # The batch runs at once: no request may depend on what another one writes in this step.
+        order = list(plan.scheduled)
+        self.rng.shuffle(order)
+        self.sampled = {}
+        for item in order:
+            visible = self._compute(item)
+            if item.samples:
+                self.sampled[item.request.request_id] = next_token(item.request.payload, visible)
+
+    def finish_step(self, plan: StepPlan) -> None:
+        """Tell the scheduler, append the sampled tokens, end what is finished."""
+        self.scheduler.update(plan)
+        self.steps += 1
+        self.idle_steps += not plan.scheduled
+        self.schedule_log.append([(s.request.request_id, s.num_tokens) for s in plan.scheduled])
+        for item in plan.scheduled:
+            request = item.request
+            if item.samples and request.status is not RequestStatus.FINISHED:
+                token = self.sampled[request.request_id]
+                request.token_ids.append(token)
+                if request.num_output_tokens == request.max_tokens or stops(request.payload, token):
+                    self.scheduler.finish(request)
+                    self._end(request, "finished")
+
+    def run(self, max_steps: int) -> None:
+        """Step until nothing is left; fails if that takes more than `max_steps` steps in all."""
+        while self.scheduler.has_unfinished:
+            self.step()
+            assert self.steps <= max_steps, f"{self.steps} steps: {self.describe()}"
+        self.check_drained()
+
+    # ------------------------------------------------------------------ forward pass
+
+    def _compute(self, item: ScheduledTokens) -> int:
+        request, b = item.request, self.block_size
+        full, rest = divmod(request.length, b)
+        visible = sum(sum(self.cache[block]) for block in request.block_ids[:full])
+        if rest:
+            visible += sum(self.cache[request.block_ids[full]][:rest])
+        slot, position = request.length, request.num_computed
+        for token in request.token_ids[position : position + item.num_tokens]:
+            content = content_of(request.payload, position, token, visible)
+            block = request.block_ids[slot // b]
+            self._assert_writable(block)
+            self.cache[block][slot % b] = content
+            self.position_of[content] = position
+            visible += content
+            self._capture(request, slot, content)
+            slot, position = slot + 1, position + 1
+        return visible
+
+    def _capture(self, request: Request, slot: int, content: int) -> None:
+        if request.trigger is None:
+            return
+        index = slot - (request.trigger - request.window)
+        if index >= 0:
+            assert request.query_slot is not None, "a window token is computed without a slot"
+            assert index < request.window, "a token is computed behind the trigger"
+            store = self.queries[request.query_slot]
+            store.extend([GARBAGE] * (request.window - len(store)))
+            store[index] = content
+
+    def _assert_writable(self, block: int) -> None:
+        assert self.pool.ref_count(block) == 1, f"block {block} is written with several owners"
+        assert self.pool.block_hash(block) is None, f"block {block} is written with a live hash"
+
+    # ------------------------------------------------------------------ swaps
+
+    def _swap_out(self, move: SwapMove) -> None:
+        request = move.request
+        assert request.request_id not in self.swapped
+        slot = None if move.query_slot is None else list(self.queries[move.query_slot])
+        self.swapped[request.request_id] = (
+            [list(self.cache[b]) for b in move.block_ids],
+            [list(self.stored[b]) for b in move.block_ids],
+            slot,
+        )
+
+    def _swap_in(self, move: SwapMove) -> None:
+        cache, stored, slot = self.swapped.pop(move.request.request_id)
+        assert len(move.block_ids) == len(cache)
+        assert (move.query_slot is None) == (slot is None)
+        for block, contents, scores in zip(move.block_ids, cache, stored, strict=True):
+            self._assert_writable(block)
+            self.cache[block] = contents
+            self.stored[block] = scores
+        if slot is not None:
+            self.queries[move.query_slot] = slot
+
+    # ------------------------------------------------------------------ compressions
+
+    def _start(self, job: CompressionJob) -> None:
+        request = self.scheduler.requests[job.request_id]
+        b = self.block_size
+        assert request.max_blocks is not None
+        assert job.source_blocks == tuple(request.block_ids)
+        assert job.length == request.length == len(job.source_blocks) * b or (
+            request.compressions == 0 and -(-job.length // b) == len(job.source_blocks)
+        )
+        assert job.keep == (request.max_blocks - 1) * b == len(job.target_blocks) * b < job.length
+        assert len(set(job.target_blocks)) == len(job.target_blocks)
+        if request.compressed:
+            assert not new_blocks(job), "a compressed request owns more than its budget"
+        for block in job.target_blocks:
+            self._assert_writable(block)
+
+        contents = [c for block in job.source_blocks for c in self.cache[block]][: job.length]
+        positions = [self.position_of[c] for c in contents]
+        first = job.num_tokens - job.length
+        assert positions[job.num_scored :] == [
+            first + t for t in range(job.num_scored, job.length)
+        ], "unscored slots hold other positions than their number says"
+        stored = [c for block in job.source_blocks for c in self.stored[block]]
+        assert stored[: job.num_scored] == contents[: job.num_scored], "stored scores are stale"
+        window = list(self.queries[job.query_slot][: request.window])
+        assert window == contents[-request.window :], "the query slot misses window tokens"
+        assert [self.position_of[c] for c in window] == list(
+            range(job.num_tokens - request.window, job.num_tokens)
+        )
+        self.in_flight[job.request_id] = InFlight(job, request, contents, window, self.delay())
+        # From here on nobody may read the targets: they may be half written.
+        for block in job.target_blocks:
+            self.cache[block] = [GARBAGE] * b
+            self.stored[block] = [GARBAGE] * b
+
+    def _poll(self) -> None:
+        for request_id, running in list(self.in_flight.items()):
+            running.steps_left -= 1
+            if running.steps_left < 0:
+                self.finish_compression(request_id)
+
+    def finish_compression(self, request_id: str) -> None:
+        """The compression ends now."""
+        flight = self.in_flight.pop(request_id)
+        job, request, b = flight.job, flight.request, self.block_size
+        targets = set(job.target_blocks)
+        for i, block in enumerate(job.source_blocks):
+            part = flight.contents[i * b : (i + 1) * b]
+            if block not in targets:
+                assert self.cache[block][: len(part)] == part, "a source block was overwritten"
+        for block in job.target_blocks:
+            self._assert_writable(block)
+            assert self.cache[block] == [GARBAGE] * b, "a target block was written by another"
+        if self.fails():
+            self.scheduler.fail_compression(request_id)
+            self._end(request, "failed")
+            return
+        kept = survivors(flight.contents, flight.window, job.keep, job.compression_index)
+        compact = self._stable if self.compaction == "stable" else self._fill_holes
+        for block, contents in compact(job, flight.contents, kept).items():
+            self.cache[block] = contents
+            self.stored[block] = list(contents)
+        self.scheduler.finish_compression(request_id)
+        if request.aborted:
+            self._end(request, "aborted")
+
+    def _stable(
+        self, job: CompressionJob, contents: list[int], kept: set[int]
+    ) -> dict[int, list[int]]:
+        b = self.block_size
+        order = [c for c in contents if c in kept]
+        return {t: order[i * b : (i + 1) * b] for i, t in enumerate(job.target_blocks)}
+
+    def _fill_holes(
+        self, job: CompressionJob, contents: list[int], kept: set[int]
+    ) -> dict[int, list[int]]:
+        b = self.block_size
+        staying: dict[int, list[int | None]] = {t: [None] * b for t in job.target_blocks}
+        moving = []
+        for t, content in enumerate(contents):
+            if content in kept:
+                block = job.source_blocks[t // b]
+                if block in staying:
+                    staying[block][t % b] = content
+                else:
+                    moving.append(content)
+        return {
+            block: [moving.pop() if c is None else c for c in slots]
+            for block, slots in staying.items()
+        }
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_oldest(self, before: list[Request], preemptions: dict[int, int]) -> None:
+        """A request is only ever preempted while an older one runs on."""
+        stayed = [r for r in before if r.block_ids and r.preemptions == preemptions[id(r)]]
+        for request in before:
+            if request.preemptions > preemptions[id(request)]:
+                assert any(r.order < request.order for r in stayed), request.request_id
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        seen = {id(s.request) for s in plan.scheduled}
+        assert len(seen) == len(plan.scheduled), "a request is scheduled twice"
+        for item in plan.scheduled:
+            request = item.request
+            assert request.status is RequestStatus.RUNNING
+            assert 0 < item.num_tokens <= request.num_pending
+            assert item.samples == (item.num_tokens == request.num_pending)
+            assert request.length + item.num_tokens <= len(request.block_ids) * self.block_size
+        for move in plan.swap_ins:
+            assert move.request in self.scheduler.running
+            assert move.request.block_ids[: len(move.block_ids)] == list(move.block_ids)
+
+    def _scramble_free_blocks(self) -> None:
+        for block in range(self.config.num_blocks):
+            if self.pool.ref_count(block) == 0 and self.pool.block_hash(block) is None:
+                self.cache[block] = [GARBAGE] * self.block_size
+                self.stored[block] = [GARBAGE] * self.block_size
+
+    def check(self) -> None:
+        """Invariants that hold after every step, besides `Scheduler.check_integrity`."""
+        s = self.scheduler
+        s.check_integrity()
+        owned = {block for request in s.running for block in request.block_ids}
+        for request in s.running:
+            compressing = request.request_id in s.jobs
+            assert compressing == (request.status is RequestStatus.COMPRESSING)
+            assert compressing == (request.request_id in self.in_flight)
+            if compressing:
+                owned.update(s.jobs[request.request_id].target_blocks)
+            else:
+                assert request.status is RequestStatus.RUNNING and not request.aborted
+            assert len(request.block_ids) <= request.worst_case_blocks
+            if request.compressed:
+                assert len(request.block_ids) <= (request.max_blocks or 0)
+                assert not request.block_hashes
+                for block in request.block_ids:
+                    self._assert_writable(block)
+            assert request.query_slot is None or request.trigger is not None
+            assert request.length <= request.num_computed < len(request.token_ids)
+        assert self.pool.num_free + self.pool.num_cached + len(owned) == self.config.num_blocks
+        for request in s.waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED)
+            assert (request.status is RequestStatus.SWAPPED) == (request.request_id in self.swapped)
+            assert (request.status is RequestStatus.SWAPPED) == request.compressed
+        for queue in (s.running, s.waiting):
+            assert all(x.order < y.order for x, y in zip(queue, queue[1:], strict=False))
+        for block in range(self.config.num_blocks):
+            block_hash = self.pool.block_hash(block)
+            if block_hash is not None:
+                contents = tuple(self.cache[block])
+                assert self.content_of_hash.setdefault(block_hash, contents) == contents, (
+                    f"block {block} does not hold what its hash says"
+                )
+                assert GARBAGE not in contents
+
+    def check_drained(self) -> None:
+        """Nothing is left of any request."""
+        s = self.scheduler
+        assert not s.requests and not s.running and not s.waiting and not s.jobs
+        assert not self.swapped and not self.in_flight
+        assert self.pool.num_owned == 0
+        assert s.num_query_slots_in_use == 0
+        s.check_integrity()
+        self.pool.clear_cached()
+        assert self.pool.num_free == self.config.num_blocks
+
+    def check_texts(self) -> None:
+        """Every ended request has the text of its solo run, or the beginning of it."""
+        for request_id, request in self.ended.items():
+            solo = solo_text(request.payload, self.block_size)
+            if self.reasons[request_id] == "finished":
+                assert request.token_ids == solo, f"{request_id} differs from its solo run"
+            else:
+                assert request.token_ids == solo[: len(request.token_ids)], request_id
+
+    def describe(self) -> str:
+        """The queues, for the message of a failure."""
+        def line(r: Request) -> str:
+            return (
+                f"{r.request_id}:{r.status.value} length={r.length} pending={r.num_pending} "
+                f"blocks={len(r.block_ids)} trigger={r.trigger} slot={r.query_slot} "
+                f"preemptions={r.preemptions}"
+            )
+
+        s = self.scheduler
+        return (
+            f"running {[line(r) for r in s.running]} waiting {[line(r) for r in s.waiting]} "
+            f"free={self.pool.num_free} cached={self.pool.num_cached} {s.counters}"
+        )

@@ -1,0 +1,180 @@
+"""Random workloads on random engines, each decided by one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from zipage.engine.request import Request
+from zipage.engine.scheduler import SchedulerConfig
+from zipage.errors import RequestError
+
+from .fake_engine import Ask, FakeEngine
+
+
+@dataclass
+class Totals:
+    """What a number of schedules did, to see that they reach what they are meant to test."""
+
+    schedules: int = 0
+    requests: int = 0
+    refused: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    steps: int = 0
+    tokens: int = 0
+    compressions: int = 0
+    recomputed: int = 0
+    swapped: int = 0
+    stalls: int = 0
+    cached_tokens: int = 0
+    most_steps_per_token: float = 0.0
+
+    def add(self, engine: FakeEngine) -> None:
+        """Count one finished engine."""
+        counters = engine.scheduler.counters
+        reasons = list(engine.reasons.values())
+        self.schedules += 1
+        self.requests += len(reasons)
+        self.finished += reasons.count("finished")
+        self.aborted += reasons.count("aborted")
+        self.failed += reasons.count("failed")
+        self.steps += engine.steps
+        self.tokens += sum(len(r.token_ids) for r in engine.ended.values())
+        self.compressions += counters.compressions
+        self.recomputed += counters.preemptions_recompute
+        self.swapped += counters.preemptions_swap
+        self.stalls += counters.stalls_resolved
+        self.cached_tokens += sum(r.cached_prompt_tokens or 0 for r in engine.ended.values())
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """A small engine: 4-40 blocks of 4-16 tokens, 1-3 query slots."""
+    block_size = rng.choice((4, 4, 4, 5, 6, 8, 16))
+    return SchedulerConfig(
+        num_blocks=rng.randint(4, rng.choice((8, 14, 40))),
+        block_size=block_size,
+        max_num_seqs=rng.choice((1, 2, 4, 6, 12, 12)),
+        max_num_batched_tokens=rng.choice((1, 2, 3, block_size, 2 * block_size, 20, 64, 256)),
+        num_query_slots=rng.choice((1, 1, 2, 3)),
+        enable_prefix_caching=rng.random() < 0.7,
+        admission=rng.choice(("bounded", "optimistic")),
+    )
+
+
+def random_asks(rng: random.Random, config: SchedulerConfig, count: int) -> list[Ask]:
+    """Requests with shared prefixes, with and without a budget.
+
+    A crowd is a set of requests that all grow far beyond the pool.
+    """
+    b = config.block_size
+    crowd = rng.random() < 0.4
+    texts = [[rng.randrange(100) for _ in range(8 * b)] for _ in range(2)]
+    window = rng.randint(1, b)
+    max_blocks = rng.randint(2, 6)
+    if crowd:
+        max_blocks = rng.randint(2, max(2, min(6, config.num_blocks // 2)))
+    compressible = rng.choice((0.5, 0.8, 1.0))
+    stop_one_in = rng.choice((0, 0, 20))
+    asks = []
+    for i in range(count):
+        shared = rng.choice((0, 1, b, rng.randint(0, (2 if crowd else 4) * b)))
+        own = rng.choice((0, 1, rng.randint(0, (1 if crowd else 3) * b)))
+        prompt = rng.choice(texts)[:shared] + [rng.randrange(100) for _ in range(own)]
+        has_budget = rng.random() < compressible
+        longest = config.num_blocks * b - len(prompt) if crowd else 40
+        if has_budget and crowd:
+            longest = (max_blocks + 3) * b
+        max_tokens = rng.choice((1, rng.randint(1, b), rng.randint(1, 40)))
+        asks.append(
+            Ask(
+                prompt=tuple(prompt or [7]),
+                max_tokens=min(100, max(1, longest)) if crowd else max_tokens,
+                max_blocks=max_blocks + rng.choice((0, 0, 1)) if has_budget else None,
+                window=window,
+                priority=rng.choice((0, 0, 0, 0, 1, -1)),
+                bounded_prefill=rng.random() < 0.3,
+                salt=rng.choice((b"", b"", b"", b"x")),
+                seed=rng.choice((0, i)),
+                stop_one_in=stop_one_in,
+            )
+        )
+    return asks
+
+
+def random_engine(rng: random.Random, config: SchedulerConfig) -> FakeEngine:
+    """An engine with synchronous, slow or failing compressions."""
+    slowest = rng.choice((0, 0, 1, 3, 12))
+    failure_rate = rng.choice((0.0, 0.0, 0.0, 0.1))
+    return FakeEngine(
+        config,
+        compaction=rng.choice(("stable", "holes")),
+        delay=lambda: rng.randint(0, slowest),
+        fails=lambda: rng.random() < failure_rate,
+        finish_first=rng.random() < 0.5,
+        rng=rng,
+    )
+
+
+def step_limit(requests: list[Request], slowest: int) -> int:
+    """Steps after which a set of requests must have ended.
+
+    As long as anything runs, the oldest request computes a token, waits for a compression, or
+    waits for a slot that somebody else is about to use. Each token is counted thrice for this,
+    and each block once for a compression that may end in it.
+    """
+    total = 0
+    for r in requests:
+        tokens = r.prompt_len + r.max_tokens
+        total += 3 * tokens + (slowest + 2) * (tokens // r.block_size + 1)
+    return total + 10
+
+
+def run_schedule(seed: int, totals: Totals) -> FakeEngine:
+    """Run the workload of a seed to its end; every check of the engine applies."""
+    rng = random.Random(seed)
+    config = random_config(rng)
+    engine = random_engine(rng, config)
+    asks = random_asks(rng, config, rng.randint(1, 12))
+    abort_rate = rng.choice((0.0, 0.0, 0.03, 0.2))
+    arrival_rate = rng.choice((1.0, 0.7, 0.2))
+    accepted: list[Request] = []
+    pending = list(enumerate(asks))
+    while pending or engine.scheduler.has_unfinished:
+        while pending and rng.random() < arrival_rate:
+            i, ask = pending.pop()
+            group: list[Request] = []
+            for sample in range(rng.choice((1, 1, 1, 3))):
+                name = f"r{i}.{sample}"
+                totals.refused += not submit(engine, name, ask, group)
+            accepted += group
+        if rng.random() < abort_rate and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        engine.step()
+        limit = step_limit(accepted, 12) + 30 * len(asks)
+        assert engine.steps <= limit, f"seed {seed}: {engine.steps} steps; {engine.describe()}"
+    engine.check_drained()
+    engine.check_texts()
+    assert sorted(engine.ended) == sorted(r.request_id for r in accepted)
+    totals.add(engine)
+    if accepted:
+        tokens = sum(r.prompt_len + r.max_tokens for r in accepted)
+        totals.most_steps_per_token = max(totals.most_steps_per_token, engine.steps / tokens)
+    return engine
+
+
+def submit(engine: FakeEngine, name: str, ask: Ask, group: list[Request]) -> bool:
+    """Add a sample of a prompt, led by the first of its group; False if it is refused, which may
+    only happen if it needs more blocks than there are."""
+    sample = Ask(**{**ask.__dict__, "seed": ask.seed + 1000 * len(group)})
+    try:
+        group.append(engine.add(name, sample, leader=group[0] if group else None))
+    except RequestError:
+        tokens = len(ask.prompt) + ask.max_tokens - 1
+        if ask.max_blocks is not None:
+            first = 0 if ask.bounded_prefill else len(ask.prompt)
+            tokens = min(tokens, max(first, ask.max_blocks * engine.block_size))
+        assert tokens > engine.config.num_blocks * engine.block_size
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""RoPE tables equal transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from zipage.errors import ModelError
+from zipage.models.config import load_model_config
+from zipage.models.rope import RopeParameters, build_rope_tables, parse_rope_parameters
+
+from .checkpoints import LLAMA3_ROPE, YARN_ROPE
+
+CPU = torch.device("cpu")
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "theta": {"rope_theta": 1234567.0},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "llama3": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+    "yarn": {"rope_theta": 1000000.0, "rope_scaling": YARN_ROPE},
+    "yarn-ramp": {"rope_scaling": {**YARN_ROPE, "beta_fast": 4.0, "beta_slow": 0.5}},
+    "yarn-not-truncated": {"rope_scaling": {**YARN_ROPE, "truncate": False}},
+    "yarn-attention-factor": {"rope_scaling": {**YARN_ROPE, "attention_factor": 0.7}},
+    "yarn-mscale": {"rope_scaling": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5}},
+}
+
+
+def parse(**raw: Any) -> RopeParameters:
+    return parse_rope_parameters({"max_position_embeddings": 128, **raw})
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("name", ROPES)
+def test_tables(name: str, head_dim: int, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        architectures=["LlamaForCausalLM"],
+        **ROPES[name],
+    )
+    config.save_pretrained(tmp_path)
+    # Past max_position_embeddings too: no type's frequencies depend on the length.
+    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))(
+        torch.empty(0), torch.arange(300)[None]
+    )
+    tables = build_rope_tables(load_model_config(tmp_path).rope, head_dim, 300, CPU)
+    for table, reference in zip(tables, expected, strict=True):
+        assert table.dtype == torch.float32
+        assert table.shape == (300, head_dim // 2)
+        assert (table - reference[0, :, : head_dim // 2]).abs().max().item() <= 2e-5
+
+
+def test_types_differ() -> None:
+    tables = [
+        build_rope_tables(parse(**raw), 64, 100, CPU)[0]
+        for name, raw in ROPES.items()
+        if name != "yarn-not-truncated"
+    ]
+    for i, a in enumerate(tables):
+        for b in tables[:i]:
+            assert (a - b).abs().max() > 1e-2
+
+
+def test_both_spellings_are_read() -> None:
+    old = parse(rope_theta=5e5, rope_scaling={**LLAMA3_ROPE, "type": "llama3"})
+    new = parse(rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5})
+    assert old == new
+    assert old.theta == 5e5
+    legacy = parse(rope_scaling={"type": "linear", "factor": 2.0})
+    assert legacy == RopeParameters("linear", 10000.0, 2.0)
+    assert parse(rope_theta=7.0, rope_scaling=None) == RopeParameters(theta=7.0)
+
+
+def test_original_length_defaults_to_the_longest() -> None:
+    rope = parse(rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert rope.original_max_positions == 128
+    rope = parse(rope_scaling=YARN_ROPE, original_max_position_embeddings=64)
+    assert rope.original_max_positions == 64
+    implied = parse(rope_scaling={**YARN_ROPE, "factor": None})
+    assert implied.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear.*factor.*None"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor.*-1"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "between layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+    ],
+)
+def test_refusals(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse(**raw)
+
+
+def test_tables_are_not_shared(checkpoint: Callable[..., Any]) -> None:
+    from zipage.models.loader import load_model
+
+    path, _ = checkpoint("llama")
+    config = load_model_config(path)
+    first, second = load_model(config, path), load_model(config, path, max_positions=20)
+    assert first.cos.shape[0] == 128
+    assert second.cos.shape[0] == 20
+    assert first.cos.data_ptr() != second.cos.data_ptr()

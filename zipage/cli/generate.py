@@ -1,0 +1,323 @@
+"""`zipage generate`: answer one prompt or a file of them."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from zipage.cli.interrupt import stop_on_signal
+from zipage.cli.options import engine_options, sampling_options, with_options
+from zipage.cli.progress import EngineProgress
+from zipage.cli.records import (
+    InputRecord,
+    OrderedWriter,
+    error_record,
+    output_record,
+    read_records,
+)
+from zipage.errors import EngineDeadError, RequestError
+
+if TYPE_CHECKING:
+    from zipage.llm import LLM
+    from zipage.outputs import RequestOutput
+    from zipage.sampling_params import SamplingParams
+
+
+class InputFormat(str, enum.Enum):
+    """How a file or standard input is read."""
+
+    auto = "auto"
+    text = "text"
+    jsonl = "jsonl"
+
+
+@with_options("sampling", sampling_options())
+@with_options("engine", engine_options())
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The prompt. Without it and --file, standard input is read; so is it for '-'."
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A text file, which is one prompt, or a .jsonl file: per line an object with "
+            "'prompt', 'messages' or 'prompt_token_ids', and if you like 'id', 'metadata' "
+            "(copied to the output) and sampling options.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write JSONL here, in input order: id, prompt, text, finish_reason, usage, "
+            "metrics. Without it a single prompt's text, or the JSONL of several, goes to "
+            "standard output.",
+        ),
+    ] = None,
+    input_format: Annotated[
+        InputFormat,
+        typer.Option(
+            "--format", help="Format of the input; auto goes by the file's name, else text."
+        ),
+    ] = InputFormat.auto,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            show_default=False,
+            help="Whether text prompts go through the chat template. Default: if the tokenizer "
+            "has one.",
+        ),
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="Add the generated token ids to the JSONL.")
+    ] = False,
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Answer a prompt, or many.
+
+    Sampling options that are not given are those of the record, else those of the model's
+    generation_config.json if it asks for sampling (do_sample), else greedy. A bad record of a
+    JSONL file is reported and gets an output line with its 'error'; the others are answered, and
+    the exit code is 1. Ctrl-C writes what is finished and exits with 130.
+    """
+    records, is_batch = _read_input(prompt, file, input_format)
+    if not records:
+        raise typer.BadParameter("there is no prompt in the input")
+    given = {name: value for name, value in sampling.items() if value is not None}
+    from zipage.llm import LLM
+
+    options = dict(engine)
+    with contextlib.ExitStack() as stack:
+        # Opened first: better to fail before an hour of answers than after it.
+        stream = stack.enter_context(_open_output(output))
+        llm = stack.enter_context(LLM(options.pop("model"), **options))
+        job = _Job(llm, records, given, chat)
+        if is_batch or output is not None:
+            code = _run_batch(job, stream, token_ids, is_batch)
+        else:
+            code = _run_single(job, stream)
+    if code:
+        raise typer.Exit(code)
+
+
+def _read_input(
+    prompt: str | None, file: Path | None, input_format: InputFormat
+) -> tuple[list[InputRecord], bool]:
+    """The records, and whether they came as JSONL."""
+    if prompt is not None and prompt != "-":
+        if file is not None:
+            raise typer.BadParameter("give a prompt or --file, not both")
+        return [InputRecord(0, content=prompt)], False
+    if prompt == "-" and file is not None and str(file) != "-":
+        raise typer.BadParameter("give '-' (standard input) or --file, not both")
+    jsonl = input_format is InputFormat.jsonl
+    try:
+        if file is not None and str(file) != "-":
+            jsonl = jsonl or (input_format is InputFormat.auto and file.suffix == ".jsonl")
+            text = file.read_text(encoding="utf-8")
+        else:
+            if prompt is None and file is None and sys.stdin.isatty():
+                raise typer.BadParameter(
+                    "give a prompt, --file FILE, or pipe text into standard input"
+                )
+            text = sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"the input can't be read: {error}") from None
+    if jsonl:
+        # Not splitlines(): JSON strings may hold other line separators as they are.
+        return read_records(text.split("\n")), True
+    # The end of the last line is the shell's, not the prompt's.
+    text = text[:-1] if text.endswith("\n") else text
+    return ([InputRecord(0, content=text)] if text else []), False
+
+
+@contextlib.contextmanager
+def _open_output(path: Path | None) -> Iterator[TextIO]:
+    if path is None or str(path) == "-":
+        yield sys.stdout
+        return
+    try:
+        stream = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"the output can't be written: {error}") from None
+    with stream:
+        yield stream
+
+
+def model_sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options a model asks for in its generation_config.json; greedy unless it says
+    ``do_sample``. Its length limit is left out, as reasoning models run to the end."""
+    defaults: dict[str, Any] = {"temperature": 0.0}
+    if "repetition_penalty" in generation:
+        defaults["repetition_penalty"] = generation["repetition_penalty"]
+    if generation.get("do_sample"):
+        defaults["temperature"] = generation.get("temperature", 1.0)
+        names = ("top_p", "top_k", "min_p")
+        defaults |= {name: generation[name] for name in names if name in generation}
+    return defaults
+
+
+class _Job:
+    """The records in the engine, and their answers on the way out."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        records: list[InputRecord],
+        given: Mapping[str, Any],
+        chat: bool | None,
+    ) -> None:
+        self.llm = llm
+        self.engine = llm.engine
+        self.records = records
+        self.options = {
+            **model_sampling_defaults(self.engine.core.runner.model_config.generation_defaults),
+            **given,
+        }
+        self.chat = chat
+        self._live: dict[str, InputRecord] = {}
+
+    def params(self, record: InputRecord) -> SamplingParams:
+        """Sampling of a record."""
+        from zipage.sampling_params import SamplingParams
+
+        return SamplingParams.from_dict({**self.options, **record.sampling})
+
+    def submit(self, record: InputRecord, stream: bool = False) -> None:
+        """Queue a record.
+
+        Raises:
+            RequestError: it is not legal.
+        """
+        if record.error is not None:
+            raise RequestError(record.error)
+        prompt: Any = {record.kind: record.content}
+        if record.kind == "messages" or (record.kind == "prompt" and self._templated()):
+            messages = record.content
+            if record.kind == "prompt":
+                messages = [{"role": "user", "content": record.content}]
+            prompt = self.llm.chat_prompts([messages])[0]
+        request_id = self.engine.add_request(prompt, self.params(record), stream=stream)
+        self._live[request_id] = record
+
+    def _templated(self) -> bool:
+        if self.chat is None:
+            self.chat = bool(self.engine.tokenizer.chat_template)
+        return self.chat
+
+    def step(self) -> list[tuple[InputRecord, RequestOutput]]:
+        """Run an engine step; returns the outputs it gave, finished or streamed."""
+        outputs = []
+        for output in self.engine.step():
+            record = self._live[output.request_id]
+            if output.finished:
+                del self._live[output.request_id]
+            outputs.append((record, output))
+        return outputs
+
+    def fail_rest(self, error: EngineDeadError) -> list[tuple[InputRecord, RequestOutput]]:
+        """Outputs of what was in the engine when it died."""
+        cause = error.__cause__ or error
+        return [
+            (self._live.pop(output.request_id), output) for output in self.engine.fail_all(cause)
+        ]
+
+
+def _run_single(job: _Job, stream: TextIO) -> int:
+    """Print the text of one prompt as it comes; of several completions, one after another."""
+    record = job.records[0]
+    streams = job.params(record).n == 1
+    job.submit(record, stream=streams)
+    shown, last = 0, None
+    with stop_on_signal() as stop:
+        while job.engine.has_unfinished and stop.signal is None:
+            for _, last in job.step():
+                if streams:
+                    text = last.outputs[0].text
+                    stream.write(text[shown:])
+                    stream.flush()
+                    shown = len(text)
+    if last is not None and not streams:
+        stream.write("\n\n".join(completion.text for completion in last.outputs))
+    stream.write("\n")
+    stream.flush()
+    if stop.signal is not None:
+        return stop.exit_code
+    if last is not None and last.error is not None:
+        typer.secho(f"Error: {last.error}", fg=typer.colors.RED, err=True)
+        return 1
+    return 0
+
+
+def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) -> int:
+    """Answer all records, JSONL out. Errors of a record stop the run only if it is the only one
+    there can be."""
+    writer = OrderedWriter(stream)
+    finished = failed = 0
+    progress = EngineProgress(len(job.records))
+    shares_terminal = stream is sys.stdout and stream.isatty()
+
+    def put(record: InputRecord, line: dict[str, Any]) -> None:
+        nonlocal finished, failed
+        finished += 1
+        failed += "error" in line
+        with _paused(progress, shares_terminal or "error" in line):
+            if "error" in line:
+                message = f"Error: {record.place}: {line['error']}"
+                typer.secho(message, fg=typer.colors.RED, err=True)
+            writer.put(record.index, line)
+
+    with stop_on_signal() as stop, progress:
+        try:
+            for record in job.records:
+                try:
+                    job.submit(record)
+                except RequestError as error:
+                    if not reports_lines:
+                        raise
+                    put(record, error_record(record, str(error)))
+                if stop.signal is not None:
+                    break
+            while job.engine.has_unfinished and stop.signal is None:
+                try:
+                    outputs = job.step()
+                except EngineDeadError as error:
+                    for record, output in job.fail_rest(error):
+                        put(record, output_record(record, output, token_ids))
+                    raise
+                for record, output in outputs:
+                    put(record, output_record(record, output, token_ids))
+                if progress.due:
+                    progress.update(job.engine.stats(), finished)
+        finally:
+            with _paused(progress, shares_terminal):
+                writer.close()
+    if stop.signal is not None:
+        total = len(job.records)
+        typer.echo(f"Stopped: {finished} of {total} requests had ended.", err=True)
+        return stop.exit_code
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _paused(progress: EngineProgress, needed: bool) -> Iterator[None]:
+    if needed:
+        progress.pause()
+    yield
+    if needed:
+        progress.resume()

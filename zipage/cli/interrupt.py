@@ -1,0 +1,50 @@
+"""Stopping between two engine steps instead of in the middle of one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass
+class StopRequest:
+    """Which signal asked to stop, if any did."""
+
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What a program stopped by that signal exits with."""
+        return 128 + (self.signal or 0)
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """While active, the first SIGINT or SIGTERM is only noted; the next one acts as ever.
+
+    Outside the main thread, where handlers can't be set, nothing changes.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = number
+        restore()
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        restore()

@@ -1,0 +1,184 @@
+"""JSONL in and out: a line is a request, and later its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from zipage.errors import RequestError
+from zipage.outputs import CompletionOutput, RequestOutput
+from zipage.sampling_params import SamplingParams
+
+_INPUTS = ("prompt", "messages", "prompt_token_ids")
+_OTHERS = ("id", "metadata")
+_SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams))
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """One request to be made.
+
+    Attributes:
+        index: its place in the input, from 0.
+        line: its line, from 1; None if it did not come from a JSONL file.
+        kind: ``prompt`` (text), ``messages`` or ``prompt_token_ids``.
+        content: what stands under that key.
+        id: as given, else the index.
+        sampling: sampling options of this record.
+        metadata: copied to the output.
+        error: what is wrong with the line; there is nothing to run then.
+    """
+
+    index: int
+    line: int | None = None
+    kind: str = "prompt"
+    content: Any = None
+    id: Any = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Any = None
+    error: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for messages."""
+        return f"prompt {self.index}" if self.line is None else f"line {self.line}"
+
+
+def read_records(lines: Iterable[str]) -> list[InputRecord]:
+    """Read JSONL; empty lines are skipped, and a bad line becomes a record with an error."""
+    records: list[InputRecord] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            records.append(_read(line, len(records), number))
+    return records
+
+
+def _read(line: str, index: int, number: int) -> InputRecord:
+    record_id: Any = index
+    try:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise RequestError(f"must be a JSON object, not {type(record).__name__}")
+        record_id = record.get("id", index)
+        kinds = [kind for kind in _INPUTS if kind in record]
+        if len(kinds) != 1:
+            found = " and ".join(kinds) or "none"
+            raise RequestError(f"needs exactly one of {', '.join(_INPUTS)}; found {found}")
+        kind = kinds[0]
+        sampling = {k: v for k, v in record.items() if k != kind and k not in _OTHERS}
+        unknown = [name for name in sampling if name not in _SAMPLING]
+        if unknown:
+            raise RequestError(
+                f"unknown field {unknown[0]!r}: legal are {', '.join((*_INPUTS, *_OTHERS))} and "
+                f"the sampling options {', '.join(_SAMPLING)}; put your own data in 'metadata'"
+            )
+        content = record[kind]
+        _check_content(kind, content)
+    except RequestError as error:
+        return InputRecord(index, number, id=record_id, error=str(error))
+    return InputRecord(
+        index, number, kind, content, record_id, sampling, record.get("metadata")
+    )
+
+
+def _check_content(kind: str, content: Any) -> None:
+    legal = str if kind == "prompt" else list
+    if not isinstance(content, legal):
+        wanted = "text" if legal is str else "a list"
+        raise RequestError(f"{kind} must be {wanted}, not {type(content).__name__}")
+
+
+def error_record(record: InputRecord, error: str) -> dict[str, Any]:
+    """The output line of a record that was not run or failed."""
+    output: dict[str, Any] = {"id": record.id}
+    if record.line is not None:
+        output["line"] = record.line
+    if record.metadata is not None:
+        output["metadata"] = record.metadata
+    output["error"] = error
+    return output
+
+
+def output_record(
+    record: InputRecord, output: RequestOutput, token_ids: bool = False
+) -> dict[str, Any]:
+    """The output line of a record.
+
+    With ``n`` = 1 `text`, `finish_reason` and so on stand in the record itself, otherwise in its
+    list `outputs`. A request that failed has an `error` beside what it generated.
+    """
+    result: dict[str, Any] = {"id": record.id, record.kind: record.content}
+    completions = [_completion(c, token_ids) for c in output.outputs]
+    if len(completions) == 1:
+        result |= completions[0]
+    else:
+        result["outputs"] = [{"index": i, **c} for i, c in enumerate(completions)]
+    result["usage"] = {
+        "prompt_tokens": output.usage.prompt_tokens,
+        "completion_tokens": output.usage.completion_tokens,
+        "total_tokens": output.usage.total_tokens,
+    }
+    result["metrics"] = dataclasses.asdict(output.metrics)
+    if record.metadata is not None:
+        result["metadata"] = record.metadata
+    if output.error is not None:
+        result["error"] = output.error
+    return result
+
+
+def _completion(completion: CompletionOutput, token_ids: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"text": completion.text}
+    if token_ids:
+        result["token_ids"] = completion.token_ids
+    result["finish_reason"] = completion.finish_reason
+    if completion.stop_reason is not None:
+        result["stop_reason"] = completion.stop_reason
+    if completion.logprobs is not None:
+        result["cumulative_logprob"] = completion.cumulative_logprob
+        result["logprobs"] = [
+            {token: dataclasses.asdict(entry) for token, entry in position.items()}
+            for position in completion.logprobs
+        ]
+    return result
+
+
+class OrderedWriter:
+    """Writes output lines in input order, each as soon as all before it are there.
+
+    Args:
+        stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held: dict[int, dict[str, Any]] = {}
+        self._next = 0
+
+    def put(self, index: int, record: dict[str, Any]) -> None:
+        """The output of record `index` is known."""
+        self._held[index] = record
+        ready = []
+        while self._next in self._held:
+            ready.append(self._held.pop(self._next))
+            self._next += 1
+        self._write(ready)
+
+    def close(self) -> None:
+        """Write what is held although records before it never came."""
+        self._write([self._held.pop(index) for index in sorted(self._held)])
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False)
+            if not line.isascii() and any("\ud800" <= c <= "\udfff" for c in line):
+                # Lone surrogates, which JSON can escape but no file can hold.
+                line = json.dumps(record)
+            self._stream.write(line + "\n")
+        if records:
+            self._stream.flush()

@@ -1,0 +1,105 @@
+"""Packing the survivors of a cache into its target blocks, in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zipage.cache.kv_cache import KVCache
+
+
+def block_indices(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Block ids as an int64 tensor on `device`, without waiting for the device."""
+    ids = torch.tensor(blocks, dtype=torch.int64)
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+
+def plan_stable(kept: torch.Tensor, keep: int) -> torch.Tensor:
+    """Survivors in slot order.
+
+    Args:
+        kept: ``[L, H, T]`` bool with exactly `keep` True per layer and head.
+        keep: number of survivors.
+
+    Returns:
+        ``[L, H, keep]`` int64, the source slot of each target slot.
+    """
+    return (~kept).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :keep]
+
+
+def plan_holes(
+    kept: torch.Tensor,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    block_size: int,
+) -> torch.Tensor:
+    """Survivors in target blocks stay; the others fill the remaining target slots, in slot order.
+
+    Moves at most as many tokens as there are free target slots.
+
+    Args:
+        kept: ``[L, H, T]`` bool with ``len(target_blocks) * block_size`` True per layer and head.
+        source_blocks: blocks of the T slots, in slot order.
+        target_blocks: blocks to fill; each a source block or new.
+        block_size: b.
+
+    Returns:
+        ``[L, H, keep]`` int64, the source slot of each target slot.
+    """
+    length, device = kept.shape[-1], kept.device
+    index_of = {block: index for index, block in enumerate(source_blocks)}
+    targets = set(target_blocks)
+    offsets = torch.arange(block_size, device=device)
+    # The slot a target slot holds now; `length` where it holds none.
+    first = block_indices(
+        [index_of[block] * block_size if block in index_of else length for block in target_blocks],
+        device,
+    )
+    held = (first[:, None] + offsets).flatten().clamp(max=length)
+    padded = torch.nn.functional.pad(kept, (0, 1))
+    stays = padded[..., held]
+
+    movable = block_indices([block not in targets for block in source_blocks], device).bool()
+    moves = kept & movable[:, None].expand(-1, block_size).flatten()[:length]
+    movers = (~moves).to(torch.uint8).sort(dim=-1, stable=True).indices
+    hole_rank = ((~stays).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(stays, held, movers.gather(-1, hole_rank))
+
+
+def move_tokens(
+    cache: KVCache,
+    source_blocks: Sequence[int],
+    target_blocks: Sequence[int],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    stored: torch.Tensor | None,
+) -> None:
+    """Fill the target blocks. Source blocks that are not targets are only read.
+
+    Args:
+        cache: the KV pool.
+        source_blocks: blocks in slot order.
+        target_blocks: blocks to write.
+        slots: ``[L, H, keep]`` int64, the source slot of each target slot.
+        positions: ``[L, H, T]`` int32 text positions of the source slots.
+        stored: ``[L, H, T]`` fp32 scores to store with the tokens, or None for 0.
+    """
+    layers, kv_heads, keep = slots.shape
+    b = cache.spec.block_size
+    source = block_indices(source_blocks, slots.device)
+    target = block_indices(target_blocks, slots.device)
+
+    def scatter_state(into: torch.Tensor, values: torch.Tensor) -> None:
+        moved = values.gather(-1, slots).view(layers, kv_heads, keep // b, b)
+        into.index_copy_(1, target, moved.transpose(1, 2).to(into.dtype))
+
+    scatter_state(cache.positions, positions)
+    scatter_state(cache.scores, torch.zeros_like(positions) if stored is None else stored)
+
+    for layer in range(layers):
+        tokens = cache.kv[layer].index_select(0, source)  # [n, 2, H, b, D], a copy
+        tokens = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, H, n * b, D]
+        index = slots[layer, None, :, :, None].expand(2, -1, -1, tokens.shape[-1])
+        moved = tokens.gather(2, index).view(2, kv_heads, keep // b, b, -1)
+        cache.kv[layer].index_copy_(0, target, moved.permute(2, 0, 1, 3, 4))

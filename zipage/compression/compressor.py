@@ -1,0 +1,154 @@
+"""Executes compression jobs: score, select, move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zipage.cache.kv_cache import KVCache
+from zipage.compression.compactor import move_tokens, plan_holes, plan_stable
+from zipage.compression.job import CompressionJob
+from zipage.compression.native import NativeKernels
+from zipage.compression.policies.base import Policy
+from zipage.compression.select import select_tokens
+from zipage.compression.view import CacheView
+from zipage.errors import ConfigError
+from zipage.kernels import native
+
+
+@dataclass(frozen=True)
+class CompressionOptions:
+    """What is common to all policies.
+
+    Attributes:
+        window: w, the last tokens of the cache; never evicted.
+        compaction: ``"stable"`` keeps the survivors in order, ``"holes"`` moves only those whose
+            block is given up; the kept set is the same.
+        num_sinks: text positions below this are never evicted.
+        protect_prompt: protect the whole prompt like the window if it takes up at most this
+            fraction of the kept tokens; 0 is off.
+        seed: seed of policies that draw at random.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    window: int = 16
+    compaction: str = "holes"
+    num_sinks: int = 0
+    protect_prompt: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConfigError(f"window must be at least 1 token, got {self.window}")
+        if self.compaction not in ("stable", "holes"):
+            raise ConfigError(f"compaction must be 'stable' or 'holes', got {self.compaction!r}")
+        if self.num_sinks < 0:
+            raise ConfigError(f"num_sinks must be 0 or more, got {self.num_sinks}")
+        if not 0.0 <= self.protect_prompt <= 1.0:
+            raise ConfigError(
+                f"protect_prompt must be a fraction from 0 (off) to 1, got {self.protect_prompt}"
+            )
+
+
+class Compressor:
+    """Compresses the caches of requests in one KV pool.
+
+    `run` may be called from any thread, beside decoding on other blocks and beside other runs on
+    other jobs. On CUDA it only enqueues work on the current stream.
+
+    Args:
+        cache: the KV pool, with query slots.
+        policy: what tokens are worth.
+        options: what is common to all policies.
+        scale: factor of the attention logits, usually ``1/sqrt(head_dim)``.
+        use_native: native CPU kernels; None: where the pool is fp32 on CPU and they can be built.
+
+    Raises:
+        ConfigError: the options do not fit the pool, or native kernels were asked for and the
+            pool is not fp32 on CPU.
+        NativeUnavailable: native kernels were asked for and cannot be built.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        policy: Policy,
+        options: CompressionOptions,
+        scale: float,
+        use_native: bool | None = None,
+    ) -> None:
+        spec = cache.spec
+        if options.window != spec.window:
+            raise ConfigError(
+                f"window is {options.window} but the pool's query slots hold {spec.window} queries"
+            )
+        if spec.num_query_slots < 1:
+            raise ConfigError("compression needs a pool with at least 1 query slot, got 0")
+        fits = spec.device.type == "cpu" and spec.dtype == torch.float32
+        if use_native and not fits:
+            raise ConfigError(
+                "native compression needs device cpu and dtype float32, "
+                f"got {spec.device} and {spec.dtype}"
+            )
+        self.cache = cache
+        self.policy = policy
+        self.options = options
+        self.scale = scale
+        if use_native is None:
+            use_native = fits and native.available()
+        self._native = NativeKernels(cache) if use_native else None
+
+    def run(self, job: CompressionJob) -> None:
+        """Compress one request's cache.
+
+        Afterwards the target blocks hold `job.keep` tokens per layer and KV head, with their
+        keys, values, stored scores and positions. Source blocks that are not targets are not
+        written.
+
+        Raises:
+            ValueError: the job's numbers contradict one another or the pool.
+        """
+        self._check(job)
+        options = self.options
+        view = CacheView(self.cache, job, self.scale, options.window, options.seed, self._native)
+        result = self.policy.scores(view)
+        protect_below = options.num_sinks
+        if job.prompt_len <= options.protect_prompt * job.keep:
+            protect_below = max(protect_below, job.prompt_len)
+        stable = options.compaction == "stable"
+        if self._native is not None:
+            self._native.select_and_compact(
+                job, result.final, result.stored, options.window, protect_below, stable
+            )
+            return
+        kept = select_tokens(result.final, view.positions, job.keep, options.window, protect_below)
+        slots = (
+            plan_stable(kept, job.keep)
+            if stable
+            else plan_holes(kept, job.source_blocks, job.target_blocks, self.cache.spec.block_size)
+        )
+        move_tokens(
+            self.cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
+        )
+
+    def _check(self, job: CompressionJob) -> None:
+        """Refuse a job that would read or write outside its blocks."""
+        spec, b = self.cache.spec, self.cache.spec.block_size
+        capacity = len(job.source_blocks) * b
+        sound = (
+            job.keep == len(job.target_blocks) * b
+            and job.keep < job.length <= capacity
+            and capacity - b < job.length <= job.num_tokens
+            and 0 <= job.num_scored <= job.length
+            and job.keep >= self.options.window + self.options.num_sinks
+            and 0 <= job.query_slot < spec.num_query_slots
+            and len({*job.source_blocks}) == len(job.source_blocks)
+            and len({*job.target_blocks}) == len(job.target_blocks)
+            and min(job.source_blocks + job.target_blocks) >= 0
+            and max(job.source_blocks + job.target_blocks) < spec.num_blocks
+        )
+        if not sound:
+            raise ValueError(f"request {job.request_id}: impossible compression job {job}")

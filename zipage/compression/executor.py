@@ -1,0 +1,161 @@
+"""When compressions run: at once, on a worker thread, or on a CUDA stream of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from zipage.compression.job import CompressionJob
+
+RunJob = Callable[[CompressionJob], None]
+
+
+@dataclass(frozen=True)
+class CompressionOutcome:
+    """A compression that ended; `error` is what it raised, if it failed."""
+
+    request_id: str
+    error: Exception | None
+
+
+class CompressionExecutor(ABC):
+    """Runs compressions; used from the engine's thread only."""
+
+    @abstractmethod
+    def submit(self, job: CompressionJob) -> None:
+        """Start a compression."""
+
+    @abstractmethod
+    def poll(self) -> list[CompressionOutcome]:
+        """Compressions that ended since the last call. Never waits."""
+
+    @abstractmethod
+    def wait(self) -> list[CompressionOutcome]:
+        """Like `poll`, but waits for one if any is in flight."""
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight and release threads."""
+
+
+def _run(run: RunJob, job: CompressionJob) -> CompressionOutcome:
+    try:
+        run(job)
+    except Exception as error:
+        return CompressionOutcome(job.request_id, error)
+    return CompressionOutcome(job.request_id, None)
+
+
+class SyncExecutor(CompressionExecutor):
+    """Runs each compression when it is submitted."""
+
+    def __init__(self, run: RunJob) -> None:
+        self._run = run
+        self._done: list[CompressionOutcome] = []
+
+    def submit(self, job: CompressionJob) -> None:
+        self._done.append(_run(self._run, job))
+
+    def poll(self) -> list[CompressionOutcome]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self) -> list[CompressionOutcome]:
+        return self.poll()
+
+
+class ThreadExecutor(CompressionExecutor):
+    """Runs compressions one by one on a worker thread, beside decoding (CPU)."""
+
+    def __init__(self, run: RunJob) -> None:
+        self._run = run
+        self._todo: queue.SimpleQueue[CompressionJob | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CompressionOutcome] = queue.SimpleQueue()
+        self._in_flight = 0
+        self._thread = threading.Thread(target=self._work, name="zipage-compression", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        with torch.inference_mode():
+            while (job := self._todo.get()) is not None:
+                self._done.put(_run(self._run, job))
+
+    def submit(self, job: CompressionJob) -> None:
+        self._in_flight += 1
+        self._todo.put(job)
+
+    def poll(self) -> list[CompressionOutcome]:
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        self._in_flight -= len(done)
+        return done
+
+    def wait(self) -> list[CompressionOutcome]:
+        if not self._in_flight:
+            return []
+        first = self._done.get()
+        self._in_flight -= 1
+        return [first, *self.poll()]
+
+    def shutdown(self) -> None:
+        self._todo.put(None)
+        self._thread.join()
+
+
+class StreamExecutor(CompressionExecutor):
+    """Queues compressions on a CUDA stream of low priority; events tell when they ended."""
+
+    def __init__(self, run: RunJob, device: torch.device) -> None:
+        self._run = run
+        self._stream = torch.cuda.Stream(device)
+        self._in_flight: deque[tuple[CompressionJob, torch.cuda.Event]] = deque()
+        self._failed: list[CompressionOutcome] = []
+
+    def submit(self, job: CompressionJob) -> None:
+        # The keys and queries the compression reads were written on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            outcome = _run(self._run, job)
+            if outcome.error is not None:
+                self._failed.append(outcome)
+                return
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._in_flight.append((job, event))
+
+    def _take(self) -> CompressionOutcome:
+        job, event = self._in_flight.popleft()
+        # The blocks are read and written on the current stream from now on.
+        torch.cuda.current_stream(self._stream.device).wait_event(event)
+        return CompressionOutcome(job.request_id, None)
+
+    def poll(self) -> list[CompressionOutcome]:
+        done, self._failed = self._failed, []
+        while self._in_flight and self._in_flight[0][1].query():
+            done.append(self._take())
+        return done
+
+    def wait(self) -> list[CompressionOutcome]:
+        done = self.poll()
+        if not done and self._in_flight:
+            self._in_flight[0][1].synchronize()
+            done = self.poll()
+        return done
+
+    def shutdown(self) -> None:
+        self._stream.synchronize()
+
+
+def make_executor(run: RunJob, asynchronous: bool, device: torch.device) -> CompressionExecutor:
+    """The executor for a device and mode."""
+    if not asynchronous:
+        return SyncExecutor(run)
+    if device.type == "cuda":
+        return StreamExecutor(run, device)
+    return ThreadExecutor(run)

@@ -1,0 +1,73 @@
+"""Zipage: window attention, remembered scores and redundancy (arXiv 2603.08743, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from zipage.compression.policies.base import Fraction, Kernel, Policy, PolicyScores, Positive
+from zipage.compression.scores import Reduction
+from zipage.compression.view import CacheView
+
+
+@dataclass(frozen=True)
+class ZipagePolicy(Policy):
+    """``z = λ·s - (1 - λ)·r`` with every part adjustable.
+
+    ``a`` is the window's attention, ``s = max(a, γ·s_old)`` for tokens scored before and ``a``
+    for new ones, ``r`` the redundancy. Pooling replaces ``a`` in ``z`` by its maximum over
+    neighbouring tokens; what is stored is never pooled.
+
+    Attributes:
+        group: reduction of attention over the query heads of a KV head, done first.
+        window_reduction: reduction over the window.
+        first_pooling: kernel of the pooling at a request's first compression; 1 is none.
+        later_pooling: kernel at later ones, where neighbours are the nearest cached tokens.
+        gamma: γ, decay of remembered scores per compression; 0 forgets them.
+        lam: λ, weight of attention against redundancy; at 1 redundancy is not computed.
+        redundancy: ``"lightning"`` compares keys inside each block, ``"raw"`` over the cache.
+        tau: τ, temperature of the redundancy's softmax.
+        threshold: similarity above which the newest of a set of near-duplicates is spared.
+    """
+
+    name: ClassVar[str] = "zipage"
+    needs_queries: ClassVar[bool] = True
+
+    group: Reduction = "max"
+    window_reduction: Reduction = "mean"
+    first_pooling: Kernel = 1
+    later_pooling: Kernel = 1
+    gamma: Fraction = 0.0
+    lam: Fraction = 1.0
+    redundancy: Literal["lightning", "raw"] = "lightning"
+    tau: Positive = 0.4
+    threshold: Fraction = 0.5
+
+    def scores(self, view: CacheView) -> PolicyScores:
+        """Score every cached token; the stored score is the unpooled ``s``."""
+        attention = view.attention(self.group, self.window_reduction)
+        remembered = view.stored_scores * self.gamma if self.gamma and not view.first else None
+        stored = attention if remembered is None else torch.maximum(attention, remembered)
+        pooling = self.first_pooling if view.first else self.later_pooling
+        final = stored
+        if pooling > 1:
+            final = view.max_pool(attention, pooling)
+            if remembered is not None:
+                final = torch.maximum(final, remembered)
+        if self.lam < 1:
+            redundancy = view.redundancy(self.redundancy == "lightning", self.tau, self.threshold)
+            final = torch.sub(final * self.lam, redundancy, alpha=1 - self.lam)
+        return PolicyScores(final, stored)
+
+
+@dataclass(frozen=True)
+class ZipagePaperPolicy(ZipagePolicy):
+    """`ZipagePolicy` with the published defaults."""
+
+    name: ClassVar[str] = "zipage-paper"
+
+    first_pooling: Kernel = 5
+    gamma: Fraction = 0.8
+    lam: Fraction = 0.2

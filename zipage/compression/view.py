@@ -1,0 +1,149 @@
+"""What a policy may look at."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from zipage.cache.kv_cache import KVCache
+from zipage.compression import scores
+from zipage.compression.compactor import block_indices
+from zipage.compression.job import CompressionJob
+from zipage.compression.scores import Reduction
+
+if TYPE_CHECKING:
+    from zipage.compression.native import NativeKernels
+
+
+class CacheView:
+    """One request's cache at the moment of a compression, as dense tensors made on demand.
+
+    Letters: L layers, H KV heads, Q query heads, w window, T cached tokens, D head dim.
+
+    Attributes:
+        length: T.
+        window: w; the last w slots are the window.
+        block_size: b; slots ``[n * b, (n + 1) * b)`` lie in one block.
+        num_layers: L.
+        num_tokens: text tokens written so far.
+        prompt_len: tokens of the prompt.
+        first: whether this is the request's first compression (slot order is then text order).
+        num_scored: leading slots that carry a stored score.
+        seed: seed for policies that draw at random.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        job: CompressionJob,
+        scale: float,
+        window: int,
+        seed: int,
+        native: NativeKernels | None = None,
+    ) -> None:
+        self._cache = cache
+        self._job = job
+        self._scale = scale
+        self._native = native
+        self.length = job.length
+        self.window = window
+        self.block_size = cache.spec.block_size
+        self.num_layers = cache.spec.num_layers
+        self.num_kv_heads = cache.spec.num_kv_heads
+        self.num_tokens = job.num_tokens
+        self.prompt_len = job.prompt_len
+        self.first = job.num_scored == 0
+        self.num_scored = job.num_scored
+        self.seed = seed
+
+    @property
+    def device(self) -> torch.device:
+        """Device of every tensor of the view."""
+        return self._cache.kv.device
+
+    @cached_property
+    def _blocks(self) -> torch.Tensor:
+        return block_indices(self._job.source_blocks, self.device)
+
+    def _tokens(self, index: int) -> torch.Tensor:
+        blocks = self._cache.kv[:, :, index].index_select(1, self._blocks)  # [L, n, H, b, D]
+        return blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
+
+    def _state(self, state: torch.Tensor) -> torch.Tensor:
+        blocks = state.index_select(1, self._blocks)  # [L, n, H, b]
+        return blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """``[L, H, T, D]`` keys after RoPE."""
+        return self._tokens(0)
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """``[L, H, T, D]`` values."""
+        return self._tokens(1)
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """``[L, w, Q, D]`` queries of the window after RoPE."""
+        return self._cache.queries[:, self._job.query_slot]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """``[L, H, T]`` int32 text positions."""
+        slots = torch.arange(self.length, dtype=torch.int32, device=self.device)
+        unscored = (slots + (self.num_tokens - self.length)).expand(
+            self.num_layers, self.num_kv_heads, -1
+        )
+        if self.num_scored == 0:
+            return unscored
+        return torch.where(self.scored, self._state(self._cache.positions), unscored)
+
+    @cached_property
+    def scored(self) -> torch.Tensor:
+        """``[T]`` bool: slots that carry a stored score."""
+        return torch.arange(self.length, device=self.device) < self.num_scored
+
+    @cached_property
+    def stored_scores(self) -> torch.Tensor:
+        """``[L, H, T]`` fp32 stored scores, 0 where none."""
+        return self._state(self._cache.scores).masked_fill(~self.scored, 0.0)
+
+    def attention(self, group: Reduction = "max", window: Reduction = "mean") -> torch.Tensor:
+        """Attention the window pays to each token, ``[L, H, T]`` fp32.
+
+        See `zipage.compression.scores.window_attention`.
+        """
+        if self._native is not None:
+            return self._native.attention(self._job, self._scale, group, window)
+        return scores.window_attention(self.queries, self.keys, self._scale, group, window)
+
+    def redundancy(self, local: bool, tau: float, threshold: float) -> torch.Tensor:
+        """Redundancy of each token's key, ``[L, H, T]`` fp32, summing to 1 over T.
+
+        See `zipage.compression.scores.redundancy`.
+        """
+        if self._native is not None:
+            return self._native.redundancy(self._job, local, tau, threshold)
+        return scores.redundancy(self.keys, self.positions, self.block_size, local, tau, threshold)
+
+    def max_pool(self, values: torch.Tensor, kernel: int) -> torch.Tensor:
+        """Max-pool ``[L, H, T]`` over text order: neighbours are the nearest cached tokens."""
+        if self.first:
+            return scores.max_pool(values, kernel)
+        order = self.positions.argsort(dim=-1)
+        pooled = scores.max_pool(values.gather(-1, order), kernel)
+        return torch.empty_like(values).scatter_(-1, order, pooled)
+
+    def block_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace each value of ``[L, H, T]`` by the mean of its block."""
+        blocks = -(-self.length // self.block_size)
+        padding = blocks * self.block_size - self.length
+        padded = F.pad(values, (0, padding))
+        sums = padded.view(self.num_layers, self.num_kv_heads, blocks, self.block_size).sum(-1)
+        sums[..., :-1] /= self.block_size
+        sums[..., -1] /= self.block_size - padding
+        return sums.repeat_interleave(self.block_size, dim=-1)[..., : self.length]

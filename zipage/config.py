@@ -1,0 +1,231 @@
+"""One frozen, validated configuration of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zipage.errors import ConfigError
+
+#: Policies that `compression` accepts besides those of `zipage.compression.policies`.
+FULL = "full"
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def parse_bytes(option: str, value: int | str) -> int:
+    """Read a size such as ``"2GiB"``, ``"500MB"`` or ``1073741824`` (bytes).
+
+    Raises:
+        ConfigError: it is not a positive size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        if not found:
+            raise ConfigError(
+                f"{option}={value!r} is not a size: write bytes or for example '2GiB', '500MB'"
+            )
+        unit = found.group(2) or ""
+        size = int(float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[unit])
+    if size <= 0:
+        raise ConfigError(f"{option}={value!r} must be positive")
+    return size
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every option of the engine. An option has the same name in Python, CLI and docs.
+
+    Attributes:
+        model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
+        tokenizer: directory or hub id of the tokenizer; None for the model's own.
+        revision: hub revision of both.
+        dtype: ``auto`` (the checkpoint's on CUDA, float32 on CPU), float32, bfloat16 or float16.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        load_format: ``auto`` (safetensors) or ``dummy`` (random weights).
+        seed: of unseeded sampling, of dummy weights and of the random policy.
+        max_model_len: most tokens of prompt and answer; None for what the model was trained for.
+        block_size: tokens of a KV block, a multiple of 16.
+        kv_cache_memory: bytes of the KV pool with its score store and query slots (``"2GiB"``);
+            None to use `memory_utilization`.
+        num_kv_blocks: blocks of the KV pool, instead of `kv_cache_memory`.
+        memory_utilization: share of the device's memory for weights and KV pool (CUDA), or of the
+            available host memory for the pool (CPU).
+        kv_budget: tokens kept per request, layer and KV head at a compression, a multiple of
+            `block_size`; a request owns at most kv_budget / block_size + 1 blocks. None for full
+            KV unless a request has its own budget.
+        compression: policy that chooses the tokens to evict; ``full`` never evicts any.
+        policy_options: the policy's knobs, see docs/compression.md.
+        window: last tokens whose queries score the cache; they are never evicted.
+        num_query_slots: requests that may collect window queries at once; None for half of
+            `max_num_seqs`, at least 8.
+        compaction: ``holes`` (least moves) or ``stable`` (survivors keep their order).
+        num_sinks: first tokens of the text that are never evicted.
+        protect_prompt: the prompt is never evicted if it takes up at most this share of the
+            budget; 0 switches that off.
+        bounded_prefill: compress between the chunks of a prompt longer than the budget, so that
+            it never owns more blocks than others.
+        async_compression: compress beside decoding; None for yes on CUDA, no on CPU.
+        max_num_seqs: most requests running at once.
+        max_num_batched_tokens: most tokens of one step.
+        enable_prefix_caching: reuse the blocks of equal prefixes.
+        admission: ``bounded`` (start a request when its worst case fits) or ``optimistic``.
+        attention_backend: ``auto``, ``torch`` or ``native`` (CPU kernels).
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 64
+    kv_cache_memory: int | str | None = None
+    num_kv_blocks: int | None = None
+    memory_utilization: float | None = None
+    kv_budget: int | None = 2048
+    compression: str = "zipage"
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 16
+    num_query_slots: int | None = None
+    compaction: str = "holes"
+    num_sinks: int = 0
+    protect_prompt: float = 0.0
+    bounded_prefill: bool = False
+    async_compression: bool | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    admission: str = "bounded"
+    attention_backend: str = "auto"
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build a config from names and values.
+
+        Raises:
+            ConfigError: an option is unknown or its value is illegal.
+        """
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise ConfigError(
+                    f"unknown engine option {name!r}{hint} (legal: {', '.join(sorted(names))})"
+                )
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
+        self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("compaction", ("holes", "stable"))
+        self._check_choice("admission", ("bounded", "optimistic"))
+        self._check_choice("attention_backend", ("auto", "torch", "native"))
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device!r}: legal are auto, cpu, cuda and cuda:N")
+        self._check_int("block_size", 16)
+        if self.block_size % 16:
+            raise ConfigError(f"block_size={self.block_size} must be a multiple of 16")
+        self._check_int("window", 1, self.block_size)
+        self._check_int("max_num_seqs", 1)
+        self._check_int("max_num_batched_tokens", 1)
+        self._check_int("num_sinks", 0)
+        self._check_int("seed", 0)
+        for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 1)
+        share = self.memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"memory_utilization={share} must lie in (0, 1]")
+        if not 0 <= self.protect_prompt <= 1 or math.isnan(self.protect_prompt):
+            raise ConfigError(f"protect_prompt={self.protect_prompt} must lie in [0, 1]")
+        if self.kv_cache_memory is not None:
+            parse_bytes("kv_cache_memory", self.kv_cache_memory)
+            if self.num_kv_blocks is not None:
+                raise ConfigError(
+                    "kv_cache_memory and num_kv_blocks both set the pool's size: give one"
+                )
+        self.check_budget(self.kv_budget)
+        if self.compression != FULL:
+            from zipage.compression.policies import make_policy
+
+            make_policy(self.compression, self.policy_options)
+        elif self.policy_options:
+            raise ConfigError("policy_options has no meaning with compression='full'")
+
+    def check_budget(self, kv_budget: int | None) -> None:
+        """Check an engine's or a request's `kv_budget`.
+
+        Raises:
+            ConfigError: it is not a multiple of the block size, or too small.
+        """
+        if kv_budget is None:
+            return
+        b = self.block_size
+        smallest = -(-(self.window + self.num_sinks) // b) * b
+        if (
+            isinstance(kv_budget, bool)
+            or not isinstance(kv_budget, int)
+            or kv_budget % b
+            or kv_budget < smallest
+        ):
+            raise ConfigError(
+                f"kv_budget={kv_budget!r} must be a multiple of block_size={b}, at least "
+                f"{smallest} tokens (the window of {self.window} and {self.num_sinks} sinks, "
+                f"in whole blocks); a request then owns kv_budget/{b} + 1 blocks"
+            )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any request can be compressed."""
+        return self.compression != FULL
+
+    @property
+    def resolved_query_slots(self) -> int:
+        """Number of query slots; 0 when nothing is compressed."""
+        if not self.compresses:
+            return 0
+        if self.num_query_slots is not None:
+            return self.num_query_slots
+        return max(8, self.max_num_seqs // 2)
+
+    def max_blocks_of(self, kv_budget: int | None) -> int | None:
+        """N_max of a budget."""
+        return None if kv_budget is None else kv_budget // self.block_size + 1
+
+    def _check_choice(self, name: str, legal: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in legal:
+            raise ConfigError(f"{name}={value!r}: legal are {', '.join(legal)}")
+
+    def _check_int(self, name: str, least: int, most: int | None = None) -> None:
+        value = getattr(self, name)
+        legal = f"an integer >= {least}" + (f" and <= {most}" if most is not None else "")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name}={value!r} must be {legal}")
+        if value < least or (most is not None and value > most):
+            raise ConfigError(f"{name}={value} must be {legal}")
+
+
+def host_memory_available() -> int:
+    """Bytes of host memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,268 @@
+"""The engine core: schedule, execute, update. One thread; tokens in, tokens out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from zipage.compression.executor import CompressionOutcome, make_executor
+from zipage.config import EngineConfig
+from zipage.engine.request import Request
+from zipage.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from zipage.execution.model_runner import ModelRunner
+from zipage.execution.sampler import SamplerOutput
+from zipage.outputs import Logprob
+from zipage.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TokenUpdate:
+    """What one step did to one request.
+
+    `finish_reason` is None while it goes on, else ``stop``, ``length``, ``abort`` or ``error``;
+    `stop_reason` is the stop token id that ended it, if one of the caller's did.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start and gauges of now. Times are seconds, sizes tokens or blocks."""
+
+    running: int = 0
+    waiting: int = 0
+    compressing: int = 0
+    swapped: int = 0
+    blocks_total: int = 0
+    blocks_owned: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    query_slots_total: int = 0
+    query_slots_in_use: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    compressions: int = 0
+    evicted_tokens: int = 0
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+    stalls_resolved: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    step_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    compression_seconds: float = 0.0
+    running_sum: int = 0
+    blocks_owned_sum: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions of both kinds."""
+        return self.preemptions_recompute + self.preemptions_swap
+
+    @property
+    def mean_running(self) -> float:
+        """Requests computed per step, on average."""
+        return self.running_sum / self.steps if self.steps else 0.0
+
+    @property
+    def mean_blocks_owned(self) -> float:
+        """Blocks with an owner, on average over the steps."""
+        return self.blocks_owned_sum / self.steps if self.steps else 0.0
+
+
+class EngineCore:
+    """Generates tokens for requests under Compressed PagedAttention.
+
+    Not thread-safe: one thread calls all methods.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.runner = ModelRunner(config)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=self.runner.cache.spec.num_blocks,
+                block_size=config.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                num_query_slots=config.resolved_query_slots,
+                enable_prefix_caching=config.enable_prefix_caching,
+                admission=config.admission,
+            )
+        )
+        self.scheduler.on_swap_dropped = lambda r: self.runner.swap.drop(r.request_id)
+        asynchronous = config.async_compression
+        if asynchronous is None:
+            asynchronous = self.runner.device.type == "cuda"
+        self._asynchronous = asynchronous
+        self._executor = make_executor(self._compress, asynchronous, self.runner.device)
+        self._stats = EngineStats()
+
+    def add(self, request: Request) -> None:
+        """Queue a request whose `payload` is a `SequenceState`. See `Scheduler.add`."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; None if it is unknown or has ended."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return self.scheduler.has_unfinished
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> list[TokenUpdate]:
+        """One engine step; returns what became of the requests it touched.
+
+        A failure of a compression or of the forward pass ends the requests it touched with
+        finish reason ``error``; the others are not disturbed.
+        """
+        started = time.perf_counter()
+        updates: list[TokenUpdate] = []
+        self._collect(self._executor.poll(), updates)
+        jobs = self.scheduler.plan_compressions()
+        self.runner.swap_out(self.scheduler.take_swap_outs())
+        for job in jobs:
+            self._executor.submit(job)
+        if not self._asynchronous:
+            self._collect(self._executor.poll(), updates)
+        plan = self.scheduler.schedule()
+        self.runner.swap_out(plan.swap_outs)
+        self.runner.swap_in(plan.swap_ins)
+        if plan.scheduled:
+            self._execute(plan, updates)
+        elif self.scheduler.jobs:
+            self._collect(self._executor.wait(), updates)
+        stats = self._stats
+        stats.step_seconds += time.perf_counter() - started
+        return updates
+
+    def _compress(self, job: object) -> None:
+        started = time.perf_counter()
+        self.runner.compress(job)  # type: ignore[arg-type]
+        self._stats.compression_seconds += time.perf_counter() - started
+
+    def _collect(
+        self, outcomes: Iterable[CompressionOutcome], updates: list[TokenUpdate]
+    ) -> None:
+        for outcome in outcomes:
+            if outcome.error is None:
+                self.scheduler.finish_compression(outcome.request_id)
+                continue
+            logger.error(
+                "compression of request %s failed", outcome.request_id, exc_info=outcome.error
+            )
+            request = self.scheduler.fail_compression(outcome.request_id)
+            if not request.aborted:
+                updates.append(_failed(request, outcome.error, "compression"))
+
+    def _execute(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
+        try:
+            output = self.runner.execute(plan)
+        except Exception as error:
+            logger.exception("a model step failed")
+            for item in plan.scheduled:
+                self.scheduler.finish(item.request)
+                updates.append(_failed(item.request, error, "model step"))
+            return
+        self.scheduler.update(plan)
+        self._stats.steps += 1
+        self._stats.running_sum += len(plan.scheduled)
+        self._stats.blocks_owned_sum += self.scheduler.pool.num_owned
+        self._append(plan, output, updates)
+
+    def _append(self, plan: StepPlan, output: SamplerOutput, updates: list[TokenUpdate]) -> None:
+        now = time.perf_counter()
+        row = 0
+        for item in plan.scheduled:
+            if item.num_tokens > 1 or not item.samples:
+                self._stats.prompt_tokens += item.num_tokens
+            if not item.samples:
+                continue
+            request, token = item.request, output.token_ids[row]
+            fault = output.errors.get(row) if output.errors else None
+            logprobs = output.logprobs[row] if output.logprobs else None
+            row += 1
+            if fault is not None:
+                self.scheduler.finish(request)
+                updates.append(TokenUpdate(request, finish_reason="error", error=fault))
+                continue
+            request.token_ids.append(token)
+            request.payload.output_token_ids.append(token)
+            if request.first_token_time is None:
+                request.first_token_time = now
+            self._stats.generated_tokens += 1
+            update = TokenUpdate(request, [token], None if logprobs is None else [logprobs])
+            self._check_end(request, token, update)
+            if update.finish_reason is not None:
+                self.scheduler.finish(request)
+            updates.append(update)
+
+    def _check_end(self, request: Request, token: int, update: TokenUpdate) -> None:
+        params: SamplingParams = request.payload.params
+        generated = request.num_output_tokens
+        if generated >= params.min_tokens:
+            if not params.ignore_eos and token in self.runner.model_config.eos_token_ids:
+                update.finish_reason = "stop"
+                return
+            if params.stop_token_ids and token in params.stop_token_ids:
+                update.finish_reason, update.stop_reason = "stop", token
+                return
+        if generated >= request.max_tokens:
+            update.finish_reason = "length"
+
+    # ------------------------------------------------------------------ observation and end
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters and gauges."""
+        s, scheduler = self._stats, self.scheduler
+        s.running = len(scheduler.running)
+        s.waiting = len(scheduler.waiting)
+        s.compressing = len(scheduler.jobs)
+        s.swapped = len(self.runner.swap)
+        pool = scheduler.pool
+        s.blocks_total, s.blocks_owned = pool.num_blocks, pool.num_owned
+        s.blocks_cached, s.blocks_free = pool.num_cached, pool.num_free
+        s.query_slots_total = scheduler.config.num_query_slots
+        s.query_slots_in_use = scheduler.num_query_slots_in_use
+        counters = scheduler.counters
+        s.compressions, s.evicted_tokens = counters.compressions, counters.evicted_tokens
+        s.preemptions_recompute = counters.preemptions_recompute
+        s.preemptions_swap = counters.preemptions_swap
+        s.stalls_resolved = counters.stalls_resolved
+        s.prefix_cache_queries = scheduler.prefix_cache.queries
+        s.prefix_cache_hits = scheduler.prefix_cache.hits
+        s.forward_seconds = self.runner.forward_seconds
+        return EngineStats(**vars(s))
+
+    def check_integrity(self) -> None:
+        """Check that blocks, slots and rows add up (see `Scheduler.check_integrity`)."""
+        self.scheduler.check_integrity()
+        assert len(self.runner.swap) == sum(
+            1 for r in self.scheduler.waiting if r.compressed
+        ), "host copies without a swapped request"
+
+    def shutdown(self) -> None:
+        """Abort everything and release the compression thread."""
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id)
+        self._executor.shutdown()
+        self._collect(self._executor.poll(), [])
+
+
+def _failed(request: Request, error: Exception, where: str) -> TokenUpdate:
+    cause = f"{where} failed: {type(error).__name__}: {error}"
+    return TokenUpdate(request, finish_reason="error", error=cause)

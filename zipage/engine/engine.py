@@ -1,0 +1,410 @@
+"""Requests in, outputs out: validation, tokens, `n` answers, text and metrics around the core."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zipage.config import EngineConfig
+from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
+from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final
+from zipage.engine.request import Request
+from zipage.engine.sequence import SequenceState
+from zipage.errors import ConfigError, EngineDeadError, RequestError
+from zipage.execution.sampler import SamplingState
+from zipage.outputs import CompletionOutput, RequestMetrics, RequestOutput, Usage
+from zipage.sampling_params import SamplingParams
+from zipage.tokenizer import encode_prompt, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: A prompt: text, token ids, or vLLM's ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class _Group:
+    """A submitted request and its `n` answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stream: bool
+    requests: list[Request] = field(default_factory=list)
+    unfinished: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.unfinished == 0
+
+
+class LLMEngine:
+    """The engine behind `LLM`, `AsyncLLM` and the server. Not thread-safe.
+
+    Args:
+        config: the options; see `EngineConfig`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.core = EngineCore(config)
+        runner = self.core.runner
+        self.max_model_len = runner.max_model_len
+        self.vocab_size = runner.model_config.vocab_size
+        self._tokenizer_source = config.tokenizer or str(runner.model_path)
+        self._tokenizer: Any = None
+        self._groups: dict[str, _Group] = {}
+        self._ids = itertools.count()
+        self._dead: BaseException | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when first needed: requests of token ids can do without."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._tokenizer_source, self.config.revision)
+        return self._tokenizer
+
+    # ------------------------------------------------------------------ submission
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+        salt: str = "",
+    ) -> str:
+        """Validate and queue a request; returns its id.
+
+        Args:
+            prompt: text or token ids.
+            params: how to sample, `kv_budget` and `compression` included.
+            request_id: unique among live requests; made up if None.
+            priority: lower runs earlier.
+            stream: whether `step` reports every token, not only the end.
+            salt: requests share prefix-cache blocks only with requests of equal salt.
+
+        Raises:
+            RequestError: something is wrong with the request; nothing was queued.
+            EngineDeadError: the engine has failed.
+        """
+        self._check_alive()
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        if request_id in self._groups:
+            raise RequestError(f"request_id {request_id!r} is already in use")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r} must be an integer")
+        text, token_ids = self._resolve_prompt(prompt)
+        params.verify(self.vocab_size)
+        max_blocks = self._resolve_budget(params)
+        max_tokens = self._resolve_max_tokens(params, len(token_ids), max_blocks)
+        group = _Group(request_id, text, token_ids, params, stream)
+        for index in range(params.n):
+            request = self._make_request(group, index, max_tokens, max_blocks, priority, salt)
+            try:
+                self.core.add(request)
+            except RequestError:
+                for added in group.requests:
+                    self.core.abort(added.request_id)
+                raise
+            group.requests.append(request)
+        group.unfinished = params.n
+        self._groups[request_id] = group
+        return request_id
+
+    def _resolve_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise RequestError(
+                    f"prompt has keys {sorted(map(str, prompt))}: legal are 'prompt' (text) and "
+                    "'prompt_token_ids'"
+                )
+            text = prompt.get("prompt")
+            ids = prompt.get("prompt_token_ids", text)
+        if isinstance(ids, str):
+            text = ids
+            ids = encode_prompt(self.tokenizer, text)
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+            raise RequestError(f"prompt must be text or token ids, got {type(ids).__name__}")
+        token_ids = list(ids)
+        if not token_ids:
+            raise RequestError("prompt is empty: at least one token is needed")
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"prompt_token_ids holds {token!r}, which is not an integer")
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"prompt_token_ids holds {token}: the vocabulary has ids 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens: with at least one generated token it "
+                f"exceeds max_model_len={self.max_model_len}"
+            )
+        return text, token_ids
+
+    def _resolve_budget(self, params: SamplingParams) -> int | None:
+        if params.compression == "off":
+            if params.kv_budget is not None:
+                raise RequestError("kv_budget has no meaning with compression='off'")
+            return None
+        if not self.config.compresses:
+            if params.kv_budget is not None or params.compression == "on":
+                raise RequestError(
+                    "kv_budget and compression='on' need an engine with a compression policy, "
+                    "this one runs with compression='full'"
+                )
+            return None
+        budget = self.config.kv_budget if params.kv_budget is None else params.kv_budget
+        if budget is None and params.compression == "on":
+            raise RequestError("compression='on' needs a kv_budget: the engine has no default")
+        try:
+            self.config.check_budget(budget)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        return self.config.max_blocks_of(budget)
+
+    def _resolve_max_tokens(
+        self, params: SamplingParams, prompt_len: int, max_blocks: int | None
+    ) -> int:
+        room = self.max_model_len - prompt_len
+        if params.max_tokens is None:
+            if max_blocks is None:
+                # Full KV: what the pool can hold is a limit like the model's length.
+                pool = self.core.scheduler.config.num_blocks * self.config.block_size
+                room = max(1, min(room, pool - prompt_len + 1))
+            return room
+        if params.max_tokens > room:
+            raise RequestError(
+                f"max_tokens={params.max_tokens} and {prompt_len} prompt tokens exceed "
+                f"max_model_len={self.max_model_len}: max_tokens can be at most {room}"
+            )
+        return params.max_tokens
+
+    def _make_request(
+        self,
+        group: _Group,
+        index: int,
+        max_tokens: int,
+        max_blocks: int | None,
+        priority: int,
+        salt: str,
+    ) -> Request:
+        params, runner = group.params, self.core.runner
+        output: list[int] = []
+        sampling = SamplingState(
+            params,
+            group.prompt_token_ids,
+            output,
+            runner.model_config.eos_token_ids,
+            self.vocab_size,
+            runner.device,
+            index,
+        )
+        detokenizer = None
+        if group.stream or params.stop:
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer,
+                group.prompt_token_ids,
+                params,
+                runner.model_config.eos_token_ids,
+            )
+        answer = SequenceState(group.request_id, params, sampling, output, index, detokenizer)
+        if params.logprobs is not None:
+            answer.logprobs, answer.cumulative_logprob = [], 0.0
+        return Request(
+            request_id=group.request_id if params.n == 1 else f"{group.request_id}#{index}",
+            prompt_token_ids=group.prompt_token_ids,
+            max_tokens=max_tokens,
+            block_size=self.config.block_size,
+            max_blocks=max_blocks,
+            window=self.config.window,
+            priority=priority,
+            bounded_prefill=self.config.bounded_prefill,
+            salt=salt.encode(),
+            leader=group.requests[0] if index and self.config.enable_prefix_caching else None,
+            payload=answer,
+        )
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._groups) or self.core.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Run one engine step; returns the outputs of requests that ended or stream.
+
+        Raises:
+            EngineDeadError: the engine failed in a way it could not contain. Call
+                `fail_all` for the outputs of the requests it held.
+        """
+        self._check_alive()
+        try:
+            updates = self.core.step()
+        except Exception as error:
+            logger.critical("the engine stopped", exc_info=error)
+            self._dead = error
+            raise EngineDeadError(f"the engine stopped: {error}") from error
+        touched: dict[str, _Group] = {}
+        for update in updates:
+            answer: SequenceState = update.request.payload
+            group = self._groups.get(answer.group_id)
+            if group is None:
+                continue
+            self._apply(group, answer, update)
+            if group.finished or group.stream:
+                touched[group.request_id] = group
+        return [self._report(group) for group in touched.values()]
+
+    def _apply(self, group: _Group, answer: SequenceState, update: TokenUpdate) -> None:
+        if answer.finish_reason is not None:
+            return
+        if update.logprobs and answer.logprobs is not None:
+            answer.logprobs += update.logprobs
+            for token, entry in zip(update.token_ids, update.logprobs, strict=True):
+                assert answer.cumulative_logprob is not None
+                answer.cumulative_logprob += entry[token].logprob
+        reason, stop_reason = update.finish_reason, update.stop_reason
+        if answer.detokenizer is not None and update.token_ids:
+            try:
+                answer.text += answer.detokenizer.push(update.token_ids)
+            except Exception as error:
+                logger.exception("detokenising request %s failed", group.request_id)
+                reason = "error"
+                update.error = f"detokeniser failed: {type(error).__name__}: {error}"
+            else:
+                found = answer.detokenizer.stopped
+                if found is not None:
+                    reason, stop_reason = "stop", found
+            if reason is not None and update.finish_reason is None:
+                self.core.abort(update.request.request_id)
+        if reason is not None:
+            self._end(group, answer, reason, stop_reason, update.error)
+
+    def _end(
+        self,
+        group: _Group,
+        answer: SequenceState,
+        reason: str,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        answer.finish_reason, answer.stop_reason, answer.error = reason, stop_reason, error
+        try:
+            if answer.detokenizer is not None:
+                answer.text += answer.detokenizer.finish()
+            elif answer.output_token_ids:
+                answer.text = decode_final(
+                    self.tokenizer, group.prompt_token_ids, answer.output_token_ids, answer.params
+                )
+        except Exception as failure:
+            if answer.error is None:
+                logger.exception("detokenising request %s failed", group.request_id)
+                answer.finish_reason = "error"
+                answer.error = f"detokeniser failed: {type(failure).__name__}: {failure}"
+        group.unfinished -= 1
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request at any moment; returns its last output, None if it is not live."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        return self._end_group(group, "abort", None)
+
+    def fail_all(self, error: BaseException) -> list[RequestOutput]:
+        """End every live request with `error`; returns their last outputs."""
+        cause = f"{type(error).__name__}: {error}"
+        return [self._end_group(group, "error", cause) for group in list(self._groups.values())]
+
+    def _end_group(self, group: _Group, reason: str, error: str | None) -> RequestOutput:
+        for request in group.requests:
+            answer = request.payload
+            if answer.finish_reason is None:
+                if self._dead is None:
+                    self.core.abort(request.request_id)
+                self._end(group, answer, reason, error=error)
+        return self._report(group)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
+
+    def shutdown(self) -> None:
+        """Abort everything and release threads."""
+        if self._dead is None:
+            self._dead = EngineDeadError("it was shut down")
+            self._groups.clear()
+        self.core.shutdown()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the core."""
+        return self.core.stats()
+
+    # ------------------------------------------------------------------ outputs
+
+    def _report(self, group: _Group) -> RequestOutput:
+        if group.finished:
+            self._groups.pop(group.request_id, None)
+        completions = [
+            CompletionOutput(
+                index=answer.index,
+                text=answer.text,
+                token_ids=list(answer.output_token_ids),
+                cumulative_logprob=answer.cumulative_logprob,
+                logprobs=answer.logprobs,
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                metrics=_metrics(request),
+            )
+            for request, answer in ((r, r.payload) for r in group.requests)
+        ]
+        prompt_tokens = len(group.prompt_token_ids)
+        generated = sum(len(c.token_ids) for c in completions)
+        errors = [r.payload.error for r in group.requests if r.payload.error]
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=completions,
+            finished=group.finished,
+            metrics=RequestMetrics.aggregate([c.metrics for c in completions]),
+            usage=Usage(prompt_tokens, generated),
+            error=errors[0] if errors else None,
+        )
+
+
+def _metrics(request: Request) -> RequestMetrics:
+    end = request.finish_time or time.perf_counter()
+    arrival, started, first = (
+        request.arrival_time,
+        request.first_scheduled_time,
+        request.first_token_time,
+    )
+    rate = 0.0
+    if first is not None and end > first and request.num_output_tokens > 1:
+        rate = (request.num_output_tokens - 1) / (end - first)
+    return RequestMetrics(
+        queue_time=(started or end) - arrival,
+        time_to_first_token=None if first is None else first - arrival,
+        e2e_time=end - arrival,
+        tokens_per_second=rate,
+        compressions=request.compressions,
+        evicted_tokens=request.evicted_tokens,
+        peak_blocks=request.peak_blocks,
+        preemptions=request.preemptions,
+        swaps=request.swaps,
+        cached_prompt_tokens=request.cached_prompt_tokens or 0,
+    )

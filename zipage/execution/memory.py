@@ -1,0 +1,62 @@
+"""How large the KV pool is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from zipage.cache.kv_cache import KVCacheSpec
+from zipage.config import EngineConfig, host_memory_available, parse_bytes
+from zipage.errors import ConfigError
+
+#: Without any other word, the pool takes this share of the host's available memory, at most 4 GiB.
+_CPU_SHARE, _CPU_MOST = 0.5, 4 << 30
+_CUDA_SHARE = 0.9
+
+
+def block_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of one block: keys, values, stored scores and positions of its tokens."""
+    return spec.block_size * (spec.bytes_per_token + spec.score_bytes_per_token)
+
+
+def plan_pool(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> KVCacheSpec:
+    """Size the pool of `spec` (whose `num_blocks` is ignored) from the config.
+
+    Raises:
+        ConfigError: the memory is not enough for the query slots and one useful request.
+    """
+    slots = spec.query_slot_bytes * spec.num_query_slots
+    if config.num_kv_blocks is not None:
+        blocks = config.num_kv_blocks
+        source = f"num_kv_blocks={blocks}"
+    else:
+        total, source = _pool_bytes(config, spec.device)
+        blocks = (total - slots) // block_bytes(spec)
+    budget = config.kv_budget if config.compresses else None
+    least = config.max_blocks_of(budget) or 1
+    least = min(least, -(-max_model_len // config.block_size))
+    if blocks < least:
+        raise ConfigError(
+            f"{source} gives {max(0, blocks)} KV blocks of {block_bytes(spec):,} bytes "
+            f"({config.block_size} tokens) after {slots:,} bytes for {spec.num_query_slots} query "
+            f"slots; at least {least} are needed for one request "
+            f"(kv_budget={budget}, max_model_len={max_model_len}): raise the memory, or lower "
+            f"kv_budget, block_size or num_query_slots"
+        )
+    return replace(spec, num_blocks=blocks)
+
+
+def _pool_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    if config.kv_cache_memory is not None:
+        size = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+        return size, f"kv_cache_memory={config.kv_cache_memory}"
+    share = config.memory_utilization
+    if device.type == "cuda":
+        share = _CUDA_SHARE if share is None else share
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - share) * total), f"memory_utilization={share}"
+    available = host_memory_available()
+    if share is None:
+        return min(int(_CPU_SHARE * available), _CPU_MOST), "the default share of host memory"
+    return int(share * available), f"memory_utilization={share}"

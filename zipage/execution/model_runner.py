@@ -1,0 +1,254 @@
+"""Runs step plans on the model: batch tensors, forward pass, sampling, swaps, compressions."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from zipage.attention.backend import StepInputs, make_backend
+from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.compression.compressor import CompressionOptions, Compressor
+from zipage.compression.job import CompressionJob
+from zipage.compression.policies import make_policy
+from zipage.config import EngineConfig
+from zipage.engine.request import Request
+from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
+from zipage.errors import ConfigError
+from zipage.execution.memory import plan_pool
+from zipage.execution.sampler import Sampler, SamplerOutput
+from zipage.execution.swap import HostSwap
+from zipage.models.config import load_model_config
+from zipage.models.loader import load_model, resolve_model_path
+
+logger = logging.getLogger(__name__)
+
+#: Rows of a step are padded to a multiple of this; fp32 products of a row on the CPU then do not
+#: depend on how many other rows there are.
+ROW_PADDING = 4
+
+_NO_WINDOW = 1 << 60
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn the option `device` into a device.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: this machine or torch build has no CUDA; use 'cpu'")
+    return torch.device(name)
+
+
+class ModelRunner:
+    """A model, its KV cache and everything that touches their tensors.
+
+    Attributes:
+        model_config: the parsed checkpoint configuration.
+        max_model_len: most tokens of prompt and answer.
+        cache: the KV pool.
+        swap: host copies of swapped requests.
+        forward_seconds: time spent in forward passes and sampling so far.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = resolve_device(config.device)
+        self.model_path = resolve_model_path(config.model, config.revision)
+        self.model_config = load_model_config(self.model_path)
+        limit = self.model_config.max_position_embeddings
+        self.max_model_len = config.max_model_len or limit
+        if self.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
+            )
+        dtype = self._resolve_dtype(config.dtype)
+        self.model = load_model(
+            self.model_config,
+            self.model_path,
+            dtype=dtype,
+            device=self.device,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        mc = self.model_config
+        spec = KVCacheSpec(
+            num_layers=mc.num_layers,
+            num_blocks=0,
+            block_size=config.block_size,
+            num_heads=mc.num_heads,
+            num_kv_heads=mc.num_kv_heads,
+            head_dim=mc.head_dim,
+            dtype=dtype,
+            device=self.device,
+            window=config.window if config.compresses else 0,
+            num_query_slots=config.resolved_query_slots,
+        )
+        self.cache = KVCache(plan_pool(config, spec, self.max_model_len))
+        scale = mc.head_dim**-0.5
+        self.backend = make_backend(config.attention_backend, self.cache, scale)
+        self.compressor: Compressor | None = None
+        if config.compresses:
+            options = CompressionOptions(
+                window=config.window,
+                compaction=config.compaction,
+                num_sinks=config.num_sinks,
+                protect_prompt=config.protect_prompt,
+                seed=config.seed,
+            )
+            policy = make_policy(config.compression, config.policy_options)
+            use_native = False if config.attention_backend == "torch" else None
+            self.compressor = Compressor(self.cache, policy, options, scale, use_native)
+        self.sampler = Sampler(seed=config.seed, device=self.device)
+        self.swap = HostSwap(self.cache)
+        self.forward_seconds = 0.0
+        width = -(-self.max_model_len // config.block_size) + 1
+        self._tables = np.zeros((config.max_num_seqs, width), dtype=np.int32)
+        self._row_owner: list[Request | None] = [None] * config.max_num_seqs
+        self._row_version = [-1] * config.max_num_seqs
+        self._row_blocks = [0] * config.max_num_seqs
+        logger.info(
+            "model %s, %s on %s, %d KV blocks of %d tokens, attention backend %s",
+            self.model_path,
+            dtype,
+            self.device,
+            self.cache.spec.num_blocks,
+            config.block_size,
+            self.backend.name,
+        )
+
+    def _resolve_dtype(self, name: str) -> torch.dtype:
+        if name == "auto":
+            on_cpu = self.device.type == "cpu"
+            return torch.float32 if on_cpu else self.model_config.dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    # ------------------------------------------------------------------ steps
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> SamplerOutput:
+        """Compute the tokens of a plan; returns a sampled token for each item that samples."""
+        started = time.perf_counter()
+        step = self._build(plan.scheduled)
+        hidden = self.model(step, self.backend)
+        output = self._sample(plan.scheduled, step, hidden)
+        self.forward_seconds += time.perf_counter() - started
+        return output
+
+    def _sample(
+        self, scheduled: Sequence[ScheduledTokens], step: StepInputs, hidden: torch.Tensor
+    ) -> SamplerOutput:
+        states = [item.request.payload.sampling for item in scheduled if item.samples]
+        if not states:
+            return SamplerOutput(token_ids=[], logprobs=[], errors={})
+        if len(states) == step.num_tokens:
+            rows = hidden[: step.num_tokens]
+        else:
+            last = step.query_start[1:].long() - 1
+            if len(states) != len(scheduled):
+                picked = [i for i, item in enumerate(scheduled) if item.samples]
+                last = last[torch.tensor(picked, device=last.device)]
+            rows = hidden[last]
+        return self.sampler.sample(self.model.compute_logits(rows), states)
+
+    def _build(self, scheduled: Sequence[ScheduledTokens]) -> StepInputs:
+        """Batch tensors of a step. Per-token work is vectorised; Python only visits requests."""
+        count = len(scheduled)
+        b, w = self.config.block_size, self.config.window
+        token_ids: list[int] = []
+        columns = np.empty((6, count), dtype=np.int64)
+        for i, item in enumerate(scheduled):
+            r, n = item.request, item.num_tokens
+            self._sync_row(r)
+            start = r.num_computed
+            if n == 1:
+                token_ids.append(r.token_ids[start])
+            else:
+                token_ids += r.token_ids[start : start + n]
+            slot = r.query_slot
+            if slot is None or r.trigger is None:
+                columns[:, i] = (n, start, r.length, r.row, _NO_WINDOW, 0)
+            else:
+                columns[:, i] = (n, start, r.length, r.row, r.trigger - w, slot * w)
+        counts, starts, lengths, rows, window_starts, captures = columns
+        total = len(token_ids)
+        padded = -(-total // ROW_PADDING) * ROW_PADDING
+        query_start = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        cache_lens = (lengths + counts).astype(np.int32)
+        longest = int(cache_lens.max())
+        if total == count:
+            positions, slots, row_of = starts, lengths, rows
+            window_of, capture_of = window_starts, captures
+        else:
+            offset = np.arange(total) - np.repeat(query_start[:-1].astype(np.int64), counts)
+            positions = np.repeat(starts, counts) + offset
+            slots = np.repeat(lengths, counts) + offset
+            row_of = np.repeat(rows, counts)
+            window_of = np.repeat(window_starts, counts)
+            capture_of = np.repeat(captures, counts)
+        mapping = self._tables[row_of, slots // b].astype(np.int64) * b + slots % b
+        capture = np.where(slots >= window_of, capture_of + slots - window_of, -1)
+        tables = self._tables[rows, : -(-longest // b)]
+        return StepInputs(
+            input_ids=self._tensor(np.asarray(token_ids, dtype=np.int64), padded, 0),
+            positions=self._tensor(positions, padded, 0),
+            slot_mapping=self._tensor(mapping, padded, -1),
+            capture=self._tensor(capture, padded, -1),
+            query_start=self._tensor(query_start),
+            cache_lens=self._tensor(cache_lens),
+            block_tables=self._tensor(tables),
+            num_tokens=total,
+            max_query_len=int(counts.max()),
+            max_cache_len=longest,
+            any_capture=bool((capture >= 0).any()),
+        )
+
+    def _tensor(self, values: np.ndarray, padded: int | None = None, fill: int = 0) -> torch.Tensor:
+        if padded is not None and padded != len(values):
+            values = np.concatenate(
+                (values, np.full(padded - len(values), fill, dtype=values.dtype))
+            )
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+    def _sync_row(self, request: Request) -> None:
+        """Bring the request's row of the block tables up to date."""
+        row, blocks = request.row, request.block_ids
+        if self._row_owner[row] is request and self._row_version[row] == request.table_version:
+            known = self._row_blocks[row]
+            if known == len(blocks):
+                return
+        else:
+            self._row_owner[row] = request
+            self._row_version[row] = request.table_version
+            known = 0
+        self._tables[row, known : len(blocks)] = blocks[known:]
+        self._row_blocks[row] = len(blocks)
+
+    # ------------------------------------------------------------------ cache moves
+
+    @torch.inference_mode()
+    def compress(self, job: CompressionJob) -> None:
+        """Carry out one compression. May run on another thread or stream than the steps."""
+        assert self.compressor is not None
+        self.compressor.run(job)
+
+    @torch.inference_mode()
+    def swap_out(self, moves: Sequence[SwapMove]) -> None:
+        """Save the cache of preempted compressed requests in host memory."""
+        for move in moves:
+            self.swap.swap_out(move.request.request_id, move.block_ids, move.query_slot)
+
+    @torch.inference_mode()
+    def swap_in(self, moves: Sequence[SwapMove]) -> None:
+        """Bring saved caches back."""
+        for move in moves:
+            self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)

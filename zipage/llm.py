@@ -1,0 +1,202 @@
+"""Offline use: `LLM` answers batches of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from zipage.config import EngineConfig
+from zipage.engine.core import EngineStats
+from zipage.engine.engine import LLMEngine, Prompt
+from zipage.errors import RequestError
+from zipage.outputs import RequestOutput
+from zipage.sampling_params import SamplingParams
+from zipage.tokenizer import apply_chat
+
+#: Called after every engine step with the engine's counters and gauges.
+StepCallback = Callable[[EngineStats], None]
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: text, a mapping and a list of token ids are one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class LLM:
+    """A model ready to answer.
+
+    Args:
+        model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
+        **options: any option of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option is unknown, illegal or does not fit the others.
+        ModelError: the model cannot be loaded.
+
+    Example:
+        >>> llm = LLM(kv_budget=512)  # doctest: +SKIP
+        >>> outputs = llm.chat([{"role": "user", "content": "..."}])  # doctest: +SKIP
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_options({"model": model, **options})
+        self.engine = LLMEngine(self.config)
+
+    # ------------------------------------------------------------------ answering
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        on_step: StepCallback | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts; returns their outputs in the same order.
+
+        Args:
+            prompts: a prompt or a list of them; a prompt is text, a list of token ids, or
+                ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``.
+            sampling_params: one for all, or one each; None for greedy up to the model's length.
+            priority: one for all, or one each; lower runs earlier.
+            on_step: called after every step with `EngineStats`.
+
+        Raises:
+            RequestError: a prompt or its parameters are illegal; nothing was run.
+            EngineDeadError: the engine failed.
+        """
+        ids = self._submit(prompts, sampling_params, priority, stream=False)
+        outputs: dict[str, RequestOutput] = {}
+        for output in self._run(ids, on_step):
+            outputs[output.request_id] = output
+        return [outputs[request_id] for request_id in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields each request's output so far after every new token.
+
+        Closing the iterator aborts what is unfinished.
+        """
+        ids = self._submit(prompts, sampling_params, priority, stream=True)
+        return self._run(ids, None)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_step: StepCallback | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template."""
+        return self.generate(
+            self.chat_prompts(messages, add_generation_prompt, chat_template_kwargs),
+            sampling_params,
+            on_step=on_step,
+        )
+
+    def chat_prompts(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Prompt]:
+        """Token ids of one conversation or a list of them."""
+        if not messages:
+            raise RequestError("messages is empty: give at least one message")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        return [
+            apply_chat(
+                self.engine.tokenizer,
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        stream: bool,
+    ) -> list[str]:
+        todo = as_prompt_list(prompts)
+        params = _each("sampling_params", sampling_params or SamplingParams(temperature=0.0), todo)
+        priorities = _each("priority", priority, todo)
+        ids: list[str] = []
+        try:
+            for prompt, one, prio in zip(todo, params, priorities, strict=True):
+                ids.append(self.engine.add_request(prompt, one, priority=prio, stream=stream))
+        except BaseException:
+            self._abort(ids)
+            raise
+        return ids
+
+    def _run(self, ids: list[str], on_step: StepCallback | None) -> Iterator[RequestOutput]:
+        left = set(ids)
+        try:
+            while left:
+                for output in self.engine.step():
+                    if output.request_id in left:
+                        if output.finished:
+                            left.discard(output.request_id)
+                        yield output
+                if on_step is not None:
+                    on_step(self.engine.stats())
+        finally:
+            self._abort(left)
+
+    def _abort(self, ids: Sequence[str] | set[str]) -> None:
+        for request_id in ids:
+            self.engine.abort(request_id)
+
+    # ------------------------------------------------------------------ around it
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self.engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and gauges of now."""
+        return self.engine.stats()
+
+    def shutdown(self) -> None:
+        """Abort everything and release threads. Also done on leaving a ``with`` block."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:
+    """One value for all prompts, or one each."""
+    if isinstance(value, Sequence):
+        if len(value) != len(prompts):
+            raise RequestError(
+                f"{name} has {len(value)} entries for {len(prompts)} prompts: give one, or one each"
+            )
+        return list(value)
+    return [value] * len(prompts)

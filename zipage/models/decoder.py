@@ -1,0 +1,236 @@
+"""The decoder: one inference-only transformer that Llama, Mistral, Qwen2 and Qwen3 are options of.
+
+Shapes: T' rows of one step (a multiple of 4), E hidden size, Q query heads, H KV heads, D head
+dimension, I intermediate size, V vocabulary size. Q, H and I are those of one tensor-parallel
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
+from zipage.errors import ConfigError
+from zipage.models.config import ModelConfig
+from zipage.models.rope import build_rope_tables
+
+# From this many elements on torch splits an elementwise operation between threads.
+_PARALLEL_ELEMENTS = 32768
+
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _WeightHolder(nn.Module):
+    """A module whose weights are allocated empty and read as plain attributes."""
+
+    def add_weight(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+        weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self.register_parameter(name, weight)
+        # Found in the instance, a weight costs no call of nn.Module.__getattr__ in every step.
+        self.__dict__[name] = weight
+
+
+class DecoderLayer(_WeightHolder):
+    """Attention and MLP of one layer, each behind an RMSNorm and added to the residual.
+
+    Attributes:
+        input_norm, post_norm: ``[E]``.
+        qkv_weight, qkv_bias: ``[(Q + 2 H) D, E]`` and ``[(Q + 2 H) D]`` or None; rows of queries,
+            then keys, then values.
+        q_norm, k_norm: ``[D]`` or None.
+        o_weight, o_bias: ``[E, Q D]`` and ``[E]`` or None.
+        gate_up_weight, gate_up_bias: ``[2 I, E]`` and ``[2 I]`` or None; rows of gate, then up.
+        down_weight, down_bias: ``[E, I]`` and ``[E]`` or None.
+    """
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qkv_weight: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o_weight: torch.Tensor
+    o_bias: torch.Tensor | None
+    gate_up_weight: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_weight: torch.Tensor
+    down_bias: torch.Tensor | None
+
+    def __init__(self, model: Decoder, index: int) -> None:
+        super().__init__()
+        config = model.config
+        hidden, head_dim, inner = config.hidden_size, config.head_dim, model.intermediate_size
+        qkv = (model.num_heads + 2 * model.num_kv_heads) * head_dim
+        # A bias after a sum over ranks must enter once, so the first rank alone holds it.
+        first = model.tp_rank == 0
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "input_norm": (hidden,),
+            "post_norm": (hidden,),
+            "qkv_weight": (qkv, hidden),
+            "qkv_bias": (qkv,) if config.qkv_bias else None,
+            "q_norm": (head_dim,) if config.qk_norm else None,
+            "k_norm": (head_dim,) if config.qk_norm else None,
+            "o_weight": (hidden, model.num_heads * head_dim),
+            "o_bias": (hidden,) if config.o_bias and first else None,
+            "gate_up_weight": (2 * inner, hidden),
+            "gate_up_bias": (2 * inner,) if config.mlp_bias else None,
+            "down_weight": (hidden, inner),
+            "down_bias": (hidden,) if config.mlp_bias and first else None,
+        }
+        for name, shape in shapes.items():
+            if shape is None:
+                self.__dict__[name] = None
+            else:
+                self.add_weight(name, *shape, dtype=model.dtype, device=model.device)
+        self.index = index
+        self.norm_shape = (hidden,)
+        self.norm_eps = config.norm_eps
+        self.inner = inner
+        self.all_reduce = model.all_reduce
+        # Rows per call below which torch gives an elementwise operation to one thread.
+        self.serial_rows = max(1, _PARALLEL_ELEMENTS // inner)
+        self.split_rows = model.device.type == "cpu" and model.dtype == torch.float32
+        self.transform = QKVTransform(
+            self.q_norm, self.k_norm, config.norm_eps, model.cos, model.sin
+        )
+
+    def forward(self, x: torch.Tensor, backend: AttentionBackend, step: StepInputs) -> None:
+        """Add attention and MLP to the residual stream `x` ``[T', E]`` in place."""
+        h = F.rms_norm(x, self.norm_shape, self.input_norm, self.norm_eps)
+        qkv = F.linear(h, self.qkv_weight, self.qkv_bias)
+        attended = backend.attend(self.index, qkv, self.transform, step)
+        self._add_reduced(x, F.linear(attended, self.o_weight, self.o_bias))
+
+        h = F.rms_norm(x, self.norm_shape, self.post_norm, self.norm_eps)
+        gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
+        gate, up = gate_up[:, : self.inner], gate_up[:, self.inner :]
+        if self.split_rows and x.shape[0] > self.serial_rows:
+            # Threads would split the elements anywhere, and the ends of their shares are
+            # computed with another exponential: rows would depend on the batch.
+            for rows in torch.split(gate, self.serial_rows):
+                F.silu(rows, inplace=True)
+        else:
+            F.silu(gate, inplace=True)
+        self._add_reduced(x, F.linear(gate.mul_(up), self.down_weight, self.down_bias))
+
+    def _add_reduced(self, x: torch.Tensor, partial: torch.Tensor) -> None:
+        x.add_(partial if self.all_reduce is None else self.all_reduce(partial))
+
+
+class Decoder(_WeightHolder):
+    """A decoder-only transformer for inference; device and dtype are fixed when it is built.
+
+    Weights are left uninitialised: `zipage.models.loader.load_model` fills them.
+
+    Args:
+        config: the model.
+        dtype: dtype of weights and activations.
+        device: where they live.
+        tp_rank, tp_size: which tensor-parallel shard this is. Heads and the MLP are split; KV
+            heads are replicated where there are fewer of them than ranks; embeddings, norms and
+            the output head are whole on every rank.
+        all_reduce: sums a tensor over the ranks, in place or not, and returns the sum; needed
+            when `tp_size` > 1.
+        max_positions: rows of the RoPE tables; None for the model's longest text.
+
+    Attributes:
+        num_heads, num_kv_heads, intermediate_size: those of this rank.
+        scale: factor of the attention scores, ``D ** -0.5``.
+        cos, sin: RoPE tables, see `QKVTransform`.
+        embed_weight: ``[V, E]``.
+        head_weight: ``[V, E]``, the same tensor where embeddings are tied.
+        final_norm: ``[E]``.
+
+    Raises:
+        ConfigError: the model cannot be split over `tp_size` ranks.
+    """
+
+    embed_weight: torch.Tensor
+    final_norm: torch.Tensor
+    head_weight: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        all_reduce: AllReduce | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_split(config, tp_size)
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
+        self.all_reduce = all_reduce
+        self.num_heads = config.num_heads // tp_size
+        self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
+        self.intermediate_size = config.intermediate_size // tp_size
+        self.scale = config.head_dim**-0.5
+        self.cos, self.sin = build_rope_tables(
+            config.rope, config.head_dim, max_positions or config.max_position_embeddings, device
+        )
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.add_weight("embed_weight", vocab, hidden, dtype=dtype, device=device)
+        self.add_weight("final_norm", hidden, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.__dict__["head_weight"] = self.embed_weight
+        else:
+            self.add_weight("head_weight", vocab, hidden, dtype=dtype, device=device)
+        layers = tuple(DecoderLayer(self, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
+        self.decoder_layers: tuple[DecoderLayer, ...] = layers
+
+    def forward(self, step: StepInputs, backend: AttentionBackend) -> torch.Tensor:
+        """Run the layers over the new tokens of one step.
+
+        In fp32 on CPU a row's result does not depend on the other rows or on their number, if
+        the backend's does not.
+
+        Args:
+            step: the step; its T' is a multiple of 4.
+            backend: attention over this model's KV cache.
+
+        Returns:
+            ``[T', E]`` hidden states after the final norm.
+        """
+        x = F.embedding(step.input_ids, self.embed_weight)
+        for layer in self.decoder_layers:
+            layer(x, backend, step)
+        return F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the output head.
+
+        Args:
+            hidden: ``[R, E]`` rows of what `forward` returned; any R.
+
+        Returns:
+            ``[R, V]`` fp32.
+        """
+        rows = hidden.shape[0]
+        padding = -rows % 4 if rows else 4
+        if padding:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+        return F.linear(hidden, self.head_weight)[:rows].float()
+
+
+def _check_split(config: ModelConfig, tp_size: int) -> None:
+    """Raise ConfigError unless heads and MLP divide evenly over `tp_size` ranks."""
+    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    kv_fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+    if heads % tp_size or inner % tp_size or not kv_fits:
+        raise ConfigError(
+            f"tensor_parallel_size {tp_size} does not fit this model: it must divide "
+            f"{heads} attention heads and the intermediate size {inner}, and divide or be a "
+            f"multiple of {kv_heads} KV heads"
+        )

@@ -1,0 +1,180 @@
+"""Loading a tokenizer and turning prompts and chats into token ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from zipage.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(
+    path_or_name: str | os.PathLike[str], revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model.
+
+    Args:
+        path_or_name: a Hugging Face model directory or a hub id such as ``Qwen/Qwen3-0.6B``.
+        revision: branch, tag or commit of the hub repository.
+
+    Raises:
+        ModelError: it is missing, broken or empty.
+    """
+    # Importing transformers takes seconds, and `zipage --help` needs none of it.
+    from transformers import AutoTokenizer
+
+    name = os.path.expanduser(os.fspath(path_or_name))
+    if not os.path.isdir(name) and (os.path.isabs(name) or name.startswith(".")):
+        raise ModelError(
+            f"model={name!r} is not a directory; give a Hugging Face model directory or a hub id "
+            "such as Qwen/Qwen3-0.6B"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except Exception as error:  # a broken file surfaces as whatever its parser raises
+        raise ModelError(
+            f"the tokenizer of model={name!r} cannot be loaded ({type(error).__name__}: "
+            f"{str(error).strip()}); {_advice(name)}"
+        ) from error
+    # A directory without tokenizer files gives some classes a vocabulary of special tokens only.
+    if not set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder):
+        raise ModelError(f"the tokenizer of model={name!r} is empty; {_advice(name)}")
+    return tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encodes a plain prompt, with the special tokens the tokenizer adds by itself.
+
+    A text that already starts with the beginning-of-sequence token gets no second one.
+
+    Raises:
+        RequestError: `text` is not a string, or not one that UTF-8 can encode.
+    """
+    _check_text("prompt", text)
+    token_ids = _encode(tokenizer, text, add_special_tokens=True)
+    bos_token, bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if bos_token and text.startswith(bos_token) and token_ids[:2] == [bos_token_id] * 2:
+        given = _encode(tokenizer, text, add_special_tokens=False)
+        if token_ids[1 : 1 + len(given)] == given:
+            return token_ids[1:]
+    return token_ids
+
+
+def apply_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **chat_template_kwargs: Any,
+) -> list[int]:
+    """Renders a conversation through the model's chat template and encodes it.
+
+    The template writes every special token itself, so none is added.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        messages: the conversation, ``{"role": ..., "content": ...}`` each. A content may be a
+            list of ``{"type": "text", "text": ...}`` parts, which are joined.
+        add_generation_prompt: end with what opens the assistant's turn.
+        **chat_template_kwargs: passed to the template, such as ``enable_thinking=False``;
+            ``tools``, ``chat_template`` and ``continue_final_message`` mean what they mean in
+            transformers.
+
+    Raises:
+        RequestError: there is no chat template, `messages` is malformed, or the template refuses
+            the conversation.
+    """
+    if not tokenizer.chat_template and not chat_template_kwargs.get("chat_template"):
+        raise RequestError(
+            "the model's tokenizer has no chat template; send a plain prompt, or pass "
+            "chat_template= with a Jinja template"
+        )
+    for option in ("tokenize", "return_dict", "return_tensors"):
+        if option in chat_template_kwargs:
+            raise RequestError(f"chat template option {option!r} is not supported")
+    conversation = _conversation(messages)
+    try:
+        # With tokenize=False the result is text in every version of transformers.
+        text = cast(
+            str,
+            tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **chat_template_kwargs,
+            ),
+        )
+    except Exception as error:  # templates are programs of the model: they raise anything
+        raise RequestError(
+            f"the chat template refused the messages ({type(error).__name__}: {error})"
+        ) from error
+    _check_text("messages", text)
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _advice(name: str) -> str:
+    if os.path.isdir(name):
+        return "the directory needs a valid tokenizer.json (or tokenizer.model) of the model"
+    return (
+        "check the hub id and the network, or download the model and give its directory "
+        "(with tokenizer.json)"
+    )
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
+    # verbose=False: the engine itself refuses prompts over the model's length.
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has a lone surrogate, U+{ord(text[error.start]):04X}, at character "
+            f"{error.start}; it must be valid Unicode"
+        ) from error
+
+
+def _conversation(messages: object) -> list[dict[str, Any]]:
+    legal = 'a list of {"role": ..., "content": ...}'
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be {legal}, not {type(messages).__name__}")
+    if not messages:
+        raise RequestError(f"messages is empty: must be {legal} with at least one message")
+    conversation: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{name} is {type(message).__name__}: messages must be {legal}")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise RequestError(f"{name} has role {message.get('role')!r}: must be a string")
+        # Templates would print a missing content as nothing, or as "None".
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"{name} has no content: only a message with tool_calls may not")
+        conversation.append({**message, "content": _content(name, message.get("content"))})
+    return conversation
+
+
+def _content(name: str, content: object) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, bytes) or not isinstance(content, Sequence):
+        raise RequestError(
+            f"{name} has content of type {type(content).__name__}: must be a string or a list of "
+            '{"type": "text", "text": ...}'
+        )
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type", "text") != "text":
+            raise RequestError(
+                f'{name} has a content part {part!r}: must be {{"type": "text", "text": ...}}'
+            )
+        texts.append(text)
+    return "".join(texts)
