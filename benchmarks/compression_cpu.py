@@ -41,16 +41,19 @@ def make_cache(requests: int, blocks: int) -> KVCache:
     generator = torch.Generator().manual_seed(0)
     cache.kv.normal_(generator=generator)
     cache.queries.normal_(generator=generator)
+    # Scored slots: a text in order, as after a stable compaction that evicted nothing.
+    for request in range(requests):
+        text = torch.arange(blocks * BLOCK, dtype=torch.int32).view(blocks, 1, BLOCK)
+        cache.positions[:, request * blocks : (request + 1) * blocks] = text
     return cache
 
 
 def make_jobs(requests: int, length: int, scored: bool) -> list[CompressionJob]:
     blocks = -(-length // BLOCK)
-    order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(1)).tolist()
     keep = (length - 1) // BLOCK * BLOCK
     jobs = []
     for request in range(requests):
-        source = tuple(order[request * blocks : (request + 1) * blocks])
+        source = tuple(range(request * blocks, (request + 1) * blocks))
         jobs.append(
             CompressionJob(
                 request_id=str(request),

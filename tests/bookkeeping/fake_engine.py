@@ -4,7 +4,7 @@ Every cache slot holds one integer, its *content*: a hash of the token, its posi
 the sum of all contents that were visible when it was written. The next token is a hash of the sum
 of all visible contents. So, as in a real model, a token that is wrongly visible, missing, stale or
 overwritten changes the text from there on; and, as in attention, the order of the slots does not.
-`solo_text` says what the text must be, without blocks, slots or a scheduler.
+`solo_run` says what the text must be, without blocks, slots or a scheduler.
 """
 
 from __future__ import annotations
@@ -63,28 +63,37 @@ def survivors(contents: Sequence[int], window: Sequence[int], keep: int, index: 
     return kept
 
 
-def solo_text(ask: Ask, block_size: int) -> list[int]:
-    """The text of a request that has the machine for itself, straight from the definition."""
+def compact(contents: Sequence[int], kept: set[int], style: str) -> list[int]:
+    """The cache after a compression in slot order: *stable*, or *holes* filled from the end."""
+    if style == "stable":
+        return [c for c in contents if c in kept]
+    moving = [c for c in contents[len(kept) :] if c in kept]
+    return [c if c in kept else moving.pop() for c in contents[: len(kept)]]
+
+
+def solo_run(ask: Ask, block_size: int, style: str) -> tuple[list[int], list[list[int]]]:
+    """The text of a request that has the machine for itself, straight from the definition, and its
+    cache after each compression."""
     tokens = list(ask.prompt)
     cache: list[int] = []
-    compressions = 0
+    compressed: list[list[int]] = []
     position = 0
     while True:
         if ask.max_blocks is not None:
             limit = ask.max_blocks * block_size
-            if not compressions and not ask.bounded_prefill:
+            if not compressed and not ask.bounded_prefill:
                 limit = max(limit, len(ask.prompt))
             if len(cache) >= limit:
                 keep = (ask.max_blocks - 1) * block_size
-                kept = survivors(cache, cache[-ask.window :], keep, compressions)
-                cache = [c for c in cache if c in kept]
-                compressions += 1
+                kept = survivors(cache, cache[-ask.window :], keep, len(compressed))
+                cache = compact(cache, kept, style)
+                compressed.append(list(cache))
         cache.append(content_of(ask, position, tokens[position], sum(cache)))
         position += 1
         if position == len(tokens):
             tokens.append(next_token(ask, sum(cache)))
             if len(tokens) - len(ask.prompt) == ask.max_tokens or stops(ask, tokens[-1]):
-                return tokens
+                return tokens, compressed
 
 
 @dataclass
@@ -107,6 +116,7 @@ class FakeEngine:
         delay: steps a compression takes; 0 is synchronous.
         fails: whether a compression fails.
         finish_first: poll for ended compressions before planning new ones, instead of after.
+        between: called in the middle of a step, after new compressions were started.
     """
 
     config: SchedulerConfig
@@ -114,12 +124,14 @@ class FakeEngine:
     delay: Callable[[], int] = lambda: 0
     fails: Callable[[], bool] = lambda: False
     finish_first: bool = False
+    between: Callable[[], None] = lambda: None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         c = self.config
         self.scheduler = Scheduler(c)
         self.scheduler.on_swap_dropped = self._drop_swap
+        self.pool: BlockPool = self.scheduler.pool
         self.block_size = c.block_size
         self.cache = [[GARBAGE] * c.block_size for _ in range(c.num_blocks)]
         #: As the score and position store: written by compressions, read by the next one.
@@ -128,16 +140,14 @@ class FakeEngine:
         self.swapped: dict[str, tuple[list[list[int]], list[list[int]], list[int] | None]] = {}
         self.in_flight: dict[str, InFlight] = {}
         self.position_of: dict[int, int] = {}
+        self.checked_hash: list[bytes | None] = [None] * c.num_blocks
         self.content_of_hash: dict[bytes, tuple[int, ...]] = {}
+        self.compressed: dict[str, list[list[int]]] = {}
         self.ended: dict[str, Request] = {}
         self.reasons: dict[str, str] = {}
         self.steps = 0
         self.idle_steps = 0
         self.schedule_log: list[list[tuple[str, int]]] = []
-
-    @property
-    def pool(self) -> BlockPool:
-        return self.scheduler.pool
 
     # ------------------------------------------------------------------ requests
 
@@ -189,6 +199,7 @@ class FakeEngine:
             self._swap_out(move)
         for job in jobs:
             self._start(job)
+        self.between()
         if not self.finish_first:
             self._poll()
         plan = self.scheduler.schedule()
@@ -307,6 +318,8 @@ class FakeEngine:
         )
         assert job.keep == (request.max_blocks - 1) * b == len(job.target_blocks) * b < job.length
         assert len(set(job.target_blocks)) == len(job.target_blocks)
+        for source, target in zip(job.source_blocks, job.target_blocks, strict=False):
+            assert target == source or target not in job.source_blocks
         if request.compressed:
             assert not new_blocks(job), "a compressed request owns more than its budget"
         for block in job.target_blocks:
@@ -354,38 +367,15 @@ class FakeEngine:
             self._end(request, "failed")
             return
         kept = survivors(flight.contents, flight.window, job.keep, job.compression_index)
-        compact = self._stable if self.compaction == "stable" else self._fill_holes
-        for block, contents in compact(job, flight.contents, kept).items():
-            self.cache[block] = contents
-            self.stored[block] = list(contents)
+        cache = compact(flight.contents, kept, self.compaction)
+        assert len(cache) == job.keep
+        for i, block in enumerate(job.target_blocks):
+            self.cache[block] = cache[i * b : (i + 1) * b]
+            self.stored[block] = cache[i * b : (i + 1) * b]
+        self.compressed.setdefault(request_id, []).append(cache)
         self.scheduler.finish_compression(request_id)
         if request.aborted:
             self._end(request, "aborted")
-
-    def _stable(
-        self, job: CompressionJob, contents: list[int], kept: set[int]
-    ) -> dict[int, list[int]]:
-        b = self.block_size
-        order = [c for c in contents if c in kept]
-        return {t: order[i * b : (i + 1) * b] for i, t in enumerate(job.target_blocks)}
-
-    def _fill_holes(
-        self, job: CompressionJob, contents: list[int], kept: set[int]
-    ) -> dict[int, list[int]]:
-        b = self.block_size
-        staying: dict[int, list[int | None]] = {t: [None] * b for t in job.target_blocks}
-        moving = []
-        for t, content in enumerate(contents):
-            if content in kept:
-                block = job.source_blocks[t // b]
-                if block in staying:
-                    staying[block][t % b] = content
-                else:
-                    moving.append(content)
-        return {
-            block: [moving.pop() if c is None else c for c in slots]
-            for block, slots in staying.items()
-        }
 
     # ------------------------------------------------------------------ checks
 
@@ -412,7 +402,11 @@ class FakeEngine:
 
     def _scramble_free_blocks(self) -> None:
         for block in range(self.config.num_blocks):
-            if self.pool.ref_count(block) == 0 and self.pool.block_hash(block) is None:
+            if (
+                self.cache[block][0] != GARBAGE
+                and self.pool.ref_count(block) == 0
+                and self.pool.block_hash(block) is None
+            ):
                 self.cache[block] = [GARBAGE] * self.block_size
                 self.stored[block] = [GARBAGE] * self.block_size
 
@@ -433,8 +427,7 @@ class FakeEngine:
             if request.compressed:
                 assert len(request.block_ids) <= (request.max_blocks or 0)
                 assert not request.block_hashes
-                for block in request.block_ids:
-                    self._assert_writable(block)
+                assert not any(map(self.pool.is_shared, request.block_ids))
             assert request.query_slot is None or request.trigger is not None
             assert request.length <= request.num_computed < len(request.token_ids)
         assert self.pool.num_free + self.pool.num_cached + len(owned) == self.config.num_blocks
@@ -446,12 +439,17 @@ class FakeEngine:
             assert all(x.order < y.order for x, y in zip(queue, queue[1:], strict=False))
         for block in range(self.config.num_blocks):
             block_hash = self.pool.block_hash(block)
-            if block_hash is not None:
-                contents = tuple(self.cache[block])
-                assert self.content_of_hash.setdefault(block_hash, contents) == contents, (
-                    f"block {block} does not hold what its hash says"
-                )
-                assert GARBAGE not in contents
+            if block_hash is not self.checked_hash[block]:
+                self._check_hashed(block, block_hash)
+
+    def _check_hashed(self, block: int, block_hash: bytes | None) -> None:
+        """The same hash always stands for the same contents."""
+        self.checked_hash[block] = block_hash
+        if block_hash is not None:
+            contents = tuple(self.cache[block])
+            assert GARBAGE not in contents, f"block {block} became findable before it was written"
+            known = self.content_of_hash.setdefault(block_hash, contents)
+            assert known == contents, f"block {block} does not hold what its hash says"
 
     def check_drained(self) -> None:
         """Nothing is left of any request."""
@@ -461,17 +459,21 @@ class FakeEngine:
         assert self.pool.num_owned == 0
         assert s.num_query_slots_in_use == 0
         s.check_integrity()
+        for block in range(self.config.num_blocks):
+            self._check_hashed(block, self.pool.block_hash(block))
         self.pool.clear_cached()
         assert self.pool.num_free == self.config.num_blocks
 
     def check_texts(self) -> None:
-        """Every ended request has the text of its solo run, or the beginning of it."""
+        """Every ended request had the text and the caches of its solo run, up to its end."""
         for request_id, request in self.ended.items():
-            solo = solo_text(request.payload, self.block_size)
+            text, caches = solo_run(request.payload, self.block_size, self.compaction)
+            seen = self.compressed.get(request_id, [])
             if self.reasons[request_id] == "finished":
-                assert request.token_ids == solo, f"{request_id} differs from its solo run"
-            else:
-                assert request.token_ids == solo[: len(request.token_ids)], request_id
+                assert request.token_ids == text, f"{request_id} differs from its solo run"
+                assert len(seen) == len(caches)
+            assert request.token_ids == text[: len(request.token_ids)], request_id
+            assert seen == caches[: len(seen)], f"{request_id} kept other tokens"
 
     def describe(self) -> str:
         """The queues, for the message of a failure."""

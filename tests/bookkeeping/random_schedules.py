@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zipage.engine.request import Request
 from zipage.engine.scheduler import SchedulerConfig
 from zipage.errors import RequestError
 
 from .fake_engine import Ask, FakeEngine
+
+#: Steps the slowest compression takes.
+SLOWEST_COMPRESSION = 12
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Totals:
     swapped: int = 0
     stalls: int = 0
     cached_tokens: int = 0
-    most_steps_per_token: float = 0.0
+    most_of_step_limit: float = 0.0
 
     def add(self, engine: FakeEngine) -> None:
         """Count one finished engine."""
@@ -105,7 +108,7 @@ def random_asks(rng: random.Random, config: SchedulerConfig, count: int) -> list
 
 def random_engine(rng: random.Random, config: SchedulerConfig) -> FakeEngine:
     """An engine with synchronous, slow or failing compressions."""
-    slowest = rng.choice((0, 0, 1, 3, 12))
+    slowest = rng.choice((0, 0, 1, 3, SLOWEST_COMPRESSION))
     failure_rate = rng.choice((0.0, 0.0, 0.0, 0.1))
     return FakeEngine(
         config,
@@ -117,18 +120,20 @@ def random_engine(rng: random.Random, config: SchedulerConfig) -> FakeEngine:
     )
 
 
-def step_limit(requests: list[Request], slowest: int) -> int:
+def step_limit(requests: list[Request]) -> int:
     """Steps after which a set of requests must have ended.
 
-    As long as anything runs, the oldest request computes a token, waits for a compression, or
-    waits for a slot that somebody else is about to use. Each token is counted thrice for this,
-    and each block once for a compression that may end in it.
+    The oldest running request computes a token, waits for a compression in flight (of itself or
+    of somebody whose blocks or slot it needs), or waits for a slot whose holder moves on. So each
+    token is counted once, and each compression that may happen with all its steps.
     """
-    total = 0
+    total = 20
     for r in requests:
         tokens = r.prompt_len + r.max_tokens
-        total += 3 * tokens + (slowest + 2) * (tokens // r.block_size + 1)
-    return total + 10
+        total += tokens
+        if r.trigger is not None:
+            total += (SLOWEST_COMPRESSION + 2) * (tokens // r.block_size + 1)
+    return total
 
 
 def run_schedule(seed: int, totals: Totals) -> FakeEngine:
@@ -139,42 +144,51 @@ def run_schedule(seed: int, totals: Totals) -> FakeEngine:
     asks = random_asks(rng, config, rng.randint(1, 12))
     abort_rate = rng.choice((0.0, 0.0, 0.03, 0.2))
     arrival_rate = rng.choice((1.0, 0.7, 0.2))
-    accepted: list[Request] = []
-    pending = list(enumerate(asks))
-    while pending or engine.scheduler.has_unfinished:
-        while pending and rng.random() < arrival_rate:
-            i, ask = pending.pop()
-            group: list[Request] = []
-            for sample in range(rng.choice((1, 1, 1, 3))):
-                name = f"r{i}.{sample}"
-                totals.refused += not submit(engine, name, ask, group)
-            accepted += group
+
+    def disturb() -> None:
         if rng.random() < abort_rate and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
+
+    engine.between = disturb
+    accepted: list[Request] = []
+    while asks or engine.scheduler.has_unfinished:
+        while asks and rng.random() < arrival_rate:
+            group: list[Request] = []
+            same = asks[-rng.choice((1, 1, 1, 3)) :]
+            del asks[-len(same) :]
+            for sample in range(len(same)):
+                name = f"r{len(asks)}.{sample}"
+                totals.refused += not submit(engine, name, same[0], group)
+            accepted += group
+        idle = not engine.scheduler.has_unfinished
+        disturb()
         engine.step()
-        limit = step_limit(accepted, 12) + 30 * len(asks)
-        assert engine.steps <= limit, f"seed {seed}: {engine.steps} steps; {engine.describe()}"
+        engine.steps -= idle
+        assert engine.steps <= step_limit(accepted), f"seed {seed}: {engine.describe()}"
     engine.check_drained()
     engine.check_texts()
     assert sorted(engine.ended) == sorted(r.request_id for r in accepted)
     totals.add(engine)
     if accepted:
-        tokens = sum(r.prompt_len + r.max_tokens for r in accepted)
-        totals.most_steps_per_token = max(totals.most_steps_per_token, engine.steps / tokens)
+        limit = step_limit(accepted)
+        totals.most_of_step_limit = max(totals.most_of_step_limit, engine.steps / limit)
     return engine
 
 
 def submit(engine: FakeEngine, name: str, ask: Ask, group: list[Request]) -> bool:
     """Add a sample of a prompt, led by the first of its group; False if it is refused, which may
     only happen if it needs more blocks than there are."""
-    sample = Ask(**{**ask.__dict__, "seed": ask.seed + 1000 * len(group)})
+    sample = replace(ask, seed=ask.seed + 1000 * len(group))
+    tokens = len(ask.prompt) + ask.max_tokens - 1
+    if ask.max_blocks is not None:
+        first = 0 if ask.bounded_prefill else len(ask.prompt)
+        tokens = min(tokens, max(first, ask.max_blocks * engine.block_size))
+    fits = tokens <= engine.config.num_blocks * engine.block_size
     try:
-        group.append(engine.add(name, sample, leader=group[0] if group else None))
-    except RequestError:
-        tokens = len(ask.prompt) + ask.max_tokens - 1
-        if ask.max_blocks is not None:
-            first = 0 if ask.bounded_prefill else len(ask.prompt)
-            tokens = min(tokens, max(first, ask.max_blocks * engine.block_size))
-        assert tokens > engine.config.num_blocks * engine.block_size
+        request = engine.add(name, sample, leader=group[0] if group else None)
+    except RequestError as error:
+        assert not fits, f"refused though it fits: {error}"
         return False
+    assert fits, "accepted though it can never fit"
+    group.append(request)
     return True

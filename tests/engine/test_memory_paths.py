@@ -188,6 +188,7 @@ def test_n_samples_share_the_prompt(text: list[int]) -> None:
         (output,) = llm.generate([text[:100]], greedy(20, n=4))
         first, *rest = (c.token_ids for c in output.outputs)
         assert all(other == first for other in rest)
-        assert [c.metrics.cached_prompt_tokens for c in output.outputs] == [0, 96, 96, 96]
+        # The last 16 prompt tokens are the window of the coming compression: always computed.
+        assert [c.metrics.cached_prompt_tokens for c in output.outputs] == [0, 80, 80, 80]
         assert output.usage.completion_tokens == 80
         assert_empty(llm)

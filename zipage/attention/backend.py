@@ -33,6 +33,9 @@ class StepInputs:
         max_query_len: longest q of the step.
         max_cache_len: longest cache_len of the step.
         any_capture: whether any entry of `capture` is not -1.
+        query_start_host, cache_lens_host: the values of `query_start` and `cache_lens` where the
+            caller has them in host memory; without them a backend that needs them must wait for
+            the device.
     """
 
     input_ids: torch.Tensor
@@ -46,6 +49,8 @@ class StepInputs:
     max_query_len: int
     max_cache_len: int
     any_capture: bool
+    query_start_host: list[int] | None = None
+    cache_lens_host: list[int] | None = None
 
 
 @dataclass(frozen=True)

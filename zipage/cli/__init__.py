@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from zipage import __version__
-from zipage.cli import bench, generate, info
+from zipage.cli import bench, demo, eval, generate, info
 from zipage.errors import ZipageError
 
 
@@ -38,7 +38,7 @@ app = typer.Typer(
     name="zipage",
     cls=ZipageGroup,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="LLM inference for reasoning models with constant KV memory per request.",
 )
@@ -62,9 +62,10 @@ def _main(
     pass
 
 
-# Other commands are registered here in the same way.
 app.command("generate")(generate.generate)
-app.add_typer(bench.app, name="bench")
 app.command("info")(info.info)
+app.command("demo")(demo.demo)
+app.command("eval")(eval.evaluate)
+app.add_typer(bench.app, name="bench")
 
 __all__ = ["app"]

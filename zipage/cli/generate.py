@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from zipage.cli.interrupt import stop_on_signal
+from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.options import engine_options, sampling_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.records import (
@@ -22,11 +22,11 @@ from zipage.cli.records import (
     read_records,
 )
 from zipage.errors import EngineDeadError, RequestError
+from zipage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from zipage.llm import LLM
     from zipage.outputs import RequestOutput
-    from zipage.sampling_params import SamplingParams
 
 
 class InputFormat(str, enum.Enum):
@@ -99,13 +99,14 @@ def generate(
     if not records:
         raise typer.BadParameter("there is no prompt in the input")
     given = {name: value for name, value in sampling.items() if value is not None}
-    from zipage.llm import LLM
-
+    SamplingParams.from_dict(given)  # Mistakes are told before the model is loaded.
     options = dict(engine)
     with contextlib.ExitStack() as stack:
-        # Opened first: better to fail before an hour of answers than after it.
+        with die_on_interrupt():
+            from zipage.llm import LLM
+
+            llm = stack.enter_context(LLM(options.pop("model"), **options))
         stream = stack.enter_context(_open_output(output))
-        llm = stack.enter_context(LLM(options.pop("model"), **options))
         job = _Job(llm, records, given, chat)
         if is_batch or output is not None:
             code = _run_batch(job, stream, token_ids, is_batch)
@@ -122,7 +123,7 @@ def _read_input(
     if prompt is not None and prompt != "-":
         if file is not None:
             raise typer.BadParameter("give a prompt or --file, not both")
-        return [InputRecord(0, content=prompt)], False
+        return [InputRecord(0, content=prompt, id=0)], False
     if prompt == "-" and file is not None and str(file) != "-":
         raise typer.BadParameter("give '-' (standard input) or --file, not both")
     jsonl = input_format is InputFormat.jsonl
@@ -143,7 +144,7 @@ def _read_input(
         return read_records(text.split("\n")), True
     # The end of the last line is the shell's, not the prompt's.
     text = text[:-1] if text.endswith("\n") else text
-    return ([InputRecord(0, content=text)] if text else []), False
+    return ([InputRecord(0, content=text, id=0)] if text else []), False
 
 
 @contextlib.contextmanager
@@ -194,8 +195,6 @@ class _Job:
 
     def params(self, record: InputRecord) -> SamplingParams:
         """Sampling of a record."""
-        from zipage.sampling_params import SamplingParams
-
         return SamplingParams.from_dict({**self.options, **record.sampling})
 
     def submit(self, record: InputRecord, stream: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Stopping between two engine steps instead of in the middle of one."""
+"""What Ctrl-C does: nothing half done, and no traceback."""
 
 from __future__ import annotations
 
@@ -48,3 +48,20 @@ def stop_on_signal() -> Iterator[StopRequest]:
         yield request
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def die_on_interrupt() -> Iterator[None]:
+    """While active, SIGINT ends the process at once, as nothing is worth saving yet.
+
+    A KeyboardInterrupt while torch is being imported is swallowed by one of its optional imports
+    and comes out as an unrelated ImportError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -161,9 +161,10 @@ def parse_assignments(option: str, assignments: Iterable[str] | None) -> dict[st
         name, equals, text = assignment.partition("=")
         name = name.strip()
         if not equals or not name:
-            raise typer.BadParameter(f"{assignment!r} must be written as name=value", None, option)
+            message = f"{assignment!r} must be written as name=value"
+            raise typer.BadParameter(message, param_hint=option)
         if name in values:
-            raise typer.BadParameter(f"{name!r} is given twice", None, option)
+            raise typer.BadParameter(f"{name!r} is given twice", param_hint=option)
         values[name] = _parse_value(text.strip())
     return values
 

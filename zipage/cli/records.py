@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -74,17 +75,17 @@ def _read(line: str, index: int, number: int) -> InputRecord:
         sampling = {k: v for k, v in record.items() if k != kind and k not in _OTHERS}
         unknown = [name for name in sampling if name not in _SAMPLING]
         if unknown:
+            near = difflib.get_close_matches(unknown[0], (*_INPUTS, *_OTHERS, *_SAMPLING))
+            hint = f"did you mean {' or '.join(near)}?" if near else "own data goes in 'metadata'"
             raise RequestError(
-                f"unknown field {unknown[0]!r}: legal are {', '.join((*_INPUTS, *_OTHERS))} and "
-                f"the sampling options {', '.join(_SAMPLING)}; put your own data in 'metadata'"
+                f"unknown field {unknown[0]!r}; {hint} (legal: {', '.join((*_INPUTS, *_OTHERS))} "
+                "and sampling options)"
             )
         content = record[kind]
         _check_content(kind, content)
     except RequestError as error:
         return InputRecord(index, number, id=record_id, error=str(error))
-    return InputRecord(
-        index, number, kind, content, record_id, sampling, record.get("metadata")
-    )
+    return InputRecord(index, number, kind, content, record_id, sampling, record.get("metadata"))
 
 
 def _check_content(kind: str, content: Any) -> None:

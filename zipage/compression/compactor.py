@@ -28,43 +28,23 @@ def plan_stable(kept: torch.Tensor, keep: int) -> torch.Tensor:
     return (~kept).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :keep]
 
 
-def plan_holes(
-    kept: torch.Tensor,
-    source_blocks: Sequence[int],
-    target_blocks: Sequence[int],
-    block_size: int,
-) -> torch.Tensor:
-    """Survivors in target blocks stay; the others fill the remaining target slots, in slot order.
+def plan_holes(kept: torch.Tensor, keep: int) -> torch.Tensor:
+    """Survivors in the first `keep` slots stay; the others fill the slots left, in slot order.
 
-    Moves at most as many tokens as there are free target slots.
+    Moves at most as many tokens as lie behind those slots.
 
     Args:
-        kept: ``[L, H, T]`` bool with ``len(target_blocks) * block_size`` True per layer and head.
-        source_blocks: blocks of the T slots, in slot order.
-        target_blocks: blocks to fill; each a source block or new.
-        block_size: b.
+        kept: ``[L, H, T]`` bool with exactly `keep` True per layer and head.
+        keep: number of survivors.
 
     Returns:
         ``[L, H, keep]`` int64, the source slot of each target slot.
     """
-    length, device = kept.shape[-1], kept.device
-    index_of = {block: index for index, block in enumerate(source_blocks)}
-    targets = set(target_blocks)
-    offsets = torch.arange(block_size, device=device)
-    # The slot a target slot holds now; `length` where it holds none.
-    first = block_indices(
-        [index_of[block] * block_size if block in index_of else length for block in target_blocks],
-        device,
-    )
-    held = (first[:, None] + offsets).flatten().clamp(max=length)
-    padded = torch.nn.functional.pad(kept, (0, 1))
-    stays = padded[..., held]
-
-    movable = block_indices([block not in targets for block in source_blocks], device).bool()
-    moves = kept & movable[:, None].expand(-1, block_size).flatten()[:length]
-    movers = (~moves).to(torch.uint8).sort(dim=-1, stable=True).indices
-    hole_rank = ((~stays).cumsum(-1) - 1).clamp(min=0)
-    return torch.where(stays, held, movers.gather(-1, hole_rank))
+    stays = kept[..., :keep]
+    own = torch.arange(keep, device=kept.device)
+    movers = keep + (~kept[..., keep:]).to(torch.uint8).sort(dim=-1, stable=True).indices
+    hole_rank = ((~stays).cumsum(-1) - 1).clamp(min=0, max=movers.shape[-1] - 1)
+    return torch.where(stays, own, movers.gather(-1, hole_rank))
 
 
 def move_tokens(
@@ -80,7 +60,7 @@ def move_tokens(
     Args:
         cache: the KV pool.
         source_blocks: blocks in slot order.
-        target_blocks: blocks to write.
+        target_blocks: blocks to write; each takes the place of the source block at its index.
         slots: ``[L, H, keep]`` int64, the source slot of each target slot.
         positions: ``[L, H, T]`` int32 text positions of the source slots.
         stored: ``[L, H, T]`` fp32 scores to store with the tokens, or None for 0.

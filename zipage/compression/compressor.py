@@ -125,11 +125,7 @@ class Compressor:
             )
             return
         kept = select_tokens(result.final, view.positions, job.keep, options.window, protect_below)
-        slots = (
-            plan_stable(kept, job.keep)
-            if stable
-            else plan_holes(kept, job.source_blocks, job.target_blocks, self.cache.spec.block_size)
-        )
+        slots = plan_stable(kept, job.keep) if stable else plan_holes(kept, job.keep)
         move_tokens(
             self.cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
         )
@@ -147,6 +143,10 @@ class Compressor:
             and 0 <= job.query_slot < spec.num_query_slots
             and len({*job.source_blocks}) == len(job.source_blocks)
             and len({*job.target_blocks}) == len(job.target_blocks)
+            and all(
+                target == source or target not in job.source_blocks
+                for source, target in zip(job.source_blocks, job.target_blocks, strict=False)
+            )
             and min(job.source_blocks + job.target_blocks) >= 0
             and max(job.source_blocks + job.target_blocks) < spec.num_blocks
         )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from zipage.config import FULL
+from zipage.config import FULL, EngineConfig
 from zipage.engine.core import EngineStats
 from zipage.engine.request import RequestStatus
 from zipage.errors import ConfigError
-from zipage.evals.problems import Problem
+from zipage.evals.problems import Problem, count_tokens
 from zipage.evals.runner import Answer
 from zipage.llm import LLM
 from zipage.sampling_params import SamplingParams
 
 #: Every so many requests one is streamed, so that its reasoning can be shown.
 _STREAMED_EVERY = 4
+#: Tokens the chat template adds to a prompt, and those of a reply after its chain of thought.
+_TEMPLATE_TOKENS, _CLOSING_TOKENS = 10, 16
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class SideResult:
         """Most blocks one request owned."""
         return max(a.peak_blocks for a in self.answers)
 
+    @property
+    def summary(self) -> str:
+        """The run in a line."""
+        return (
+            f"{self.name}: {self.right}/{len(self.answers)} right in {self.wall_seconds:.1f} s, "
+            f"{self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.stats.mean_running:.1f} requests per step"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -124,45 +136,58 @@ class SideResult:
         }
 
 
-def full_side(engine_options: Mapping[str, Any]) -> Side:
+def full_side(engine_options: Mapping[str, Any], block_size: int) -> Side:
     """Full KV: requests grow until the pool is full, then some are preempted."""
-    return Side("full KV", {**engine_options, "compression": FULL})
+    return Side("full KV", {**engine_options, "block_size": block_size, "compression": FULL})
 
 
-def zipage_side(engine_options: Mapping[str, Any], kv_budget: int) -> Side:
-    """Zipage's default policy with a budget in tokens."""
-    return Side("Zipage", {**engine_options, "compression": "zipage", "kv_budget": kv_budget})
+def zipage_side(
+    engine_options: Mapping[str, Any], kv_budget: int, block_size: int, pool_tokens: int
+) -> Side:
+    """Zipage's default policy with a budget in tokens.
+
+    It gets as many query slots as its requests can need: a request holds one for the last
+    `window` of every `block_size` tokens, and twice that share is ample.
+    """
+    window = engine_options.get("window", EngineConfig.window)
+    running = pool_tokens / (kv_budget + block_size)
+    slots = max(1, math.ceil(running * min(1.0, 2 * window / block_size)))
+    own = {"compression": "zipage", "kv_budget": kv_budget, "num_query_slots": slots}
+    return Side("Zipage", {**engine_options, "block_size": block_size, **own})
 
 
-def check_pool(problems: Sequence[Problem], prompt_tokens: int, pool_tokens: int) -> int:
+def longest_prompt(problems: Sequence[Problem]) -> int:
+    """Tokens of the longest prompt, chat template included."""
+    return max(count_tokens(p.prompt) for p in problems) + _TEMPLATE_TOKENS
+
+
+def reply_limit(problems: Sequence[Problem], pool_tokens: int) -> int:
     """Most tokens of a reply, the same for both sides.
 
-    A quarter more than the longest reference reply, where the pool can hold it in full: a longer
-    one has lost its way.
+    A quarter more than the longest reference reply, where the pool can hold that in full: a longer
+    reply has lost its way.
 
     Args:
         problems: all problems.
-        prompt_tokens: of the longest prompt, chat template included.
         pool_tokens: what the pool holds in full KV.
 
     Raises:
         ConfigError: the pool can't hold the longest problem in full KV.
     """
-    longest = max(p.cot_tokens for p in problems) + 32
-    room = pool_tokens - prompt_tokens
-    if room < longest:
+    prompt, reply = longest_prompt(problems), max(p.cot_tokens for p in problems) + _CLOSING_TOKENS
+    if prompt + reply > pool_tokens:
         raise ConfigError(
             f"pool_tokens={pool_tokens} is too small: full KV must be able to hold the longest "
-            f"problem, {prompt_tokens} prompt and {longest} reply tokens; give at least "
-            f"{prompt_tokens + longest}"
+            f"problem, up to {prompt} prompt and {reply} reply tokens; give at least "
+            f"{prompt + reply}"
         )
-    return min(room, longest + longest // 4)
+    return min(pool_tokens - prompt, reply + reply // 4)
 
 
-def warm_up(sides: Sequence[Side], block_size: int) -> None:
+def warm_up(sides: Sequence[Side]) -> None:
     """Load the model and the kernels once, so that neither side pays for it."""
     for side in sides:
-        with LLM(**{**side.options, "block_size": block_size, "num_kv_blocks": 64}) as llm:
+        with LLM(**{**side.options, "num_kv_blocks": 64}) as llm:
             llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
 
 
@@ -218,9 +243,7 @@ def run_side(
                     finished=len(answers),
                     right=sum(a.right for a in answers.values()),
                     owners=tuple(
-                        Owner(
-                            r.request_id, len(r.block_ids), r.status is RequestStatus.COMPRESSING
-                        )
+                        Owner(r.request_id, len(r.block_ids), r.status is RequestStatus.COMPRESSING)
                         for r in scheduler.running
                     ),
                     reasoning=reasoning,

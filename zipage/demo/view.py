@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zipage.demo.contest import Owner, SideResult, Snapshot, same_answers
+from zipage.evals.problems import Problem, count_tokens
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
@@ -68,10 +69,6 @@ class View:
             self._live.update(_screen(snapshot, rate, self._console.width), refresh=True)
         else:
             self._console.print(_line(snapshot, rate), markup=False, highlight=False)
-
-    def say(self, message: str) -> None:
-        """Write a line that stays."""
-        self._console.print(message, highlight=False)
 
     def _rate(self, snapshot: Snapshot) -> float:
         if snapshot.name != self._name:
@@ -156,6 +153,37 @@ def pool_map(owners: Sequence[Owner], blocks_total: int, width: int) -> Text:
         drawn = max(drawn, end)
     text.append("·" * (width - drawn), style="dim")
     return text
+
+
+def introduction(
+    problems: Sequence[Problem], pool_tokens: int, block_size: int, kv_budget: int
+) -> list[str]:
+    """What is about to happen, in numbers."""
+    chains = [p.cot_tokens for p in problems]
+    whole = [p.cot_tokens + count_tokens(p.prompt) for p in problems]
+    mean = sum(whole) / len(whole)
+    capped = kv_budget + block_size
+    return [
+        f"{len(problems)} reasoning problems for zipage-tiny, with {min(chains):,} to "
+        f"{max(chains):,} tokens of reasoning each; prompts and reasoning are {sum(whole):,} "
+        "tokens together.",
+        f"The KV pool has room for {pool_tokens:,} tokens: {pool_tokens / mean:.1f} of these "
+        f"requests in full.",
+        f"Zipage keeps {kv_budget:,} tokens of a request and lets it own at most {capped:,}: "
+        f"{pool_tokens / capped:.1f} requests in the same memory.",
+    ]
+
+
+def verdict(full: SideResult, zipage: SideResult) -> str:
+    """The comparison in a sentence."""
+    ratio = full.wall_seconds / zipage.wall_seconds
+    return (
+        f"In the same {full.kv_bytes / (1 << 20):.1f} MiB, Zipage took "
+        f"{100 / ratio:.0f} % of full KV's time ({ratio:.2f}x as fast), running "
+        f"{zipage.stats.mean_running:.1f} requests at once instead of "
+        f"{full.stats.mean_running:.1f} and prefilling {zipage.stats.prompt_tokens:,} tokens "
+        f"instead of {full.stats.prompt_tokens:,}."
+    )
 
 
 def result_table(full: SideResult, zipage: SideResult) -> Table:

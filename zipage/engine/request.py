@@ -119,7 +119,11 @@ class Request:
 
     @property
     def worst_case_blocks(self) -> int:
-        """Most blocks this request can ever own at once."""
+        """Most blocks this request ever needs at once.
+
+        During its first compression it may own more for a moment: new target blocks in place of
+        shared ones.
+        """
         b = self.block_size
         full = -(-self.max_written // b)
         if self.max_blocks is None:

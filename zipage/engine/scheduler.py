@@ -200,13 +200,14 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or not request.compression_due:
                 continue
             plan = plan_targets(request, self.pool, headroom=len(self.running))
-            while plan.num_new > self.pool.num_available and self._preempt_behind(request):
+            while plan.num_new > self.pool.num_available and self._make_room(request):
                 plan = plan_targets(request, self.pool, headroom=len(self.running))
             if plan.num_new > self.pool.num_available:
                 self._compression_blocked = True
                 continue
             job = make_job(request, plan, self.pool)
-            request.peak_blocks = max(request.peak_blocks, len(request.block_ids))
+            owned = len(request.block_ids) + plan.num_new
+            request.peak_blocks = max(request.peak_blocks, owned)
             request.status = RequestStatus.COMPRESSING
             self.jobs[request.request_id] = job
             jobs.append(job)
@@ -315,7 +316,7 @@ class Scheduler:
             if count <= 0:
                 count = 1
                 while not self.pool.num_available:
-                    if not may_preempt or not self._preempt_behind(request):
+                    if not may_preempt or not self._make_room(request):
                         self._blocked = True
                         return 0
             needed = -(-(request.length + count) // b) - owned
@@ -324,6 +325,17 @@ class Scheduler:
         return count
 
     # ------------------------------------------------------------------ preemption
+
+    def _make_room(self, request: Request) -> bool:
+        """Preempt somebody behind `request`; False if it must wait instead.
+
+        A compression in flight that writes to new blocks holds more than its request is counted
+        with, for a moment: its surplus is waited for. That happens once per request, as later
+        compressions are in place.
+        """
+        if any(new_blocks(job) for job in self.jobs.values()):
+            return False
+        return self._preempt_behind(request)
 
     def _preempt_behind(self, request: Request) -> bool:
         """Free blocks by preempting one request behind `request`; False if there is none.
@@ -410,7 +422,7 @@ class Scheduler:
         count, had_slot = self._swapped[request.request_id]
         if had_slot and not self._free_slots:
             return False
-        if not self._fits(request, acquired=0, needed_now=count):
+        if not self._fits(request, [], count):
             return False
         del self._swapped[request.request_id]
         request.set_blocks(self.pool.allocate(count))
@@ -429,13 +441,12 @@ class Scheduler:
         hits = self.prefix_cache.match(
             request.block_hashes, request.token_ids, most // b, request.salt
         )
-        unowned = sum(1 for block in hits if self.pool.ref_count(block) == 0)
         known = request.num_pending
         if request.trigger is not None:
             known = min(known, request.trigger)
         first = min(known - len(hits) * b, budget)
         needed = -(-(len(hits) * b + first) // b) - len(hits)
-        if not self._fits(request, acquired=len(hits), needed_now=needed, unowned=unowned):
+        if not self._fits(request, hits, needed):
             return False
         for block in hits:
             self.pool.acquire(block)
@@ -446,18 +457,22 @@ class Scheduler:
             self.prefix_cache.record(request.prompt_len, len(hits) * b)
         return True
 
-    def _fits(self, request: Request, acquired: int, needed_now: int, unowned: int = 0) -> bool:
-        """Whether to admit a request that takes over `acquired` cached blocks, `unowned` of which
-        leave the available ones, and allocates `needed_now` more at once."""
+    def _fits(self, request: Request, hits: list[int], needed_now: int) -> bool:
+        """Whether to admit a request that takes over the cached blocks `hits` and allocates
+        `needed_now` more at once."""
+        unowned = sum(1 for block in hits if self.pool.ref_count(block) == 0)
         available = self.pool.num_available - unowned
         if needed_now > available:
             return False
         if not self.running:
             return True
-        growth = sum(self._growth(r) for r in self.running)
-        own = self._reserved(request) - unowned
-        if acquired and request.trigger is None:
-            own = self._reserved(request) - acquired
+        if request.trigger is None:
+            # It keeps the hits to its end, so that their other owners must replace them.
+            own = self._reserved(request) - len(hits)
+            growth = sum(self._growth(r, frozenset(hits)) for r in self.running)
+        else:
+            own = self._reserved(request) - unowned
+            growth = sum(self._growth(r) for r in self.running)
         return growth + max(own, needed_now) <= available
 
     def _reserved(self, request: Request) -> int:
@@ -468,13 +483,16 @@ class Scheduler:
             return known
         return request.worst_case_blocks
 
-    def _growth(self, request: Request) -> int:
-        """Blocks a running request may still take from the pool under that count."""
+    def _growth(self, request: Request, shared: frozenset[int] = frozenset()) -> int:
+        """Blocks a running request may still take from the pool under that count, if the blocks
+        `shared` had another owner."""
         reserved = self._reserved(request)
         if request.trigger is None:
             return max(0, reserved - len(request.block_ids))
         # A block with other owners is replaced at the compression, and does not come back.
-        private = sum(1 for b in request.block_ids if self.pool.ref_count(b) == 1)
+        private = sum(
+            1 for b in request.block_ids if self.pool.ref_count(b) == 1 and b not in shared
+        )
         return max(0, reserved - private)
 
     # ------------------------------------------------------------------ after the step

@@ -31,15 +31,17 @@ if TYPE_CHECKING:
 
 FAMILIES = ("ledger", "addition", "lookup")
 
-NAMES = (
+_NAMES = (
     "Anna Bob Carl Dora Emil Fay Gus Hana Ivan Jane Kurt Lea "
     "Max Nina Otto Pia Quin Rosa Sam Tina Umar Vera Walt Zoe"
-).split()
-WORDS = (
+)
+_WORDS = (
     "fox owl cat dog cow hen pig bee ant bat elk emu ram rat yak cod oak elm fig nut pea rye tea "
     "jam egg oil ice fog sun sky sea bay cup pan pot jar lid mug box bag hat cap bow fan key map "
     "net oar pen pin rug saw axe bus car van jet tram drum harp bell lamp ring rope"
-).split()
+)
+#: What the model's vocabulary has for people and for table keys.
+NAMES, WORDS = tuple(_NAMES.split()), tuple(_WORDS.split())
 
 #: Most steps of a problem, by family.
 MAX_STEPS = {"ledger": 70, "addition": 60, "lookup": 70}
@@ -53,7 +55,7 @@ CHECKED_SHARE = 0.4
 MAX_CONVERSATION = 4608
 
 _TOKENIZER = Path(__file__).parents[1] / "assets" / "zipage-tiny" / "tokenizer.json"
-_MAX_TRIES = 2000
+_MAX_TRIES = 500
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ def generate_problems(
             raise ConfigError(f"family {family!r} is unknown; legal are {', '.join(FAMILIES)}")
     if not families:
         raise ConfigError(f"families is empty; legal are {', '.join(FAMILIES)}")
+    if min_tokens > max_tokens:
+        raise ConfigError(f"min_tokens={min_tokens} exceeds max_tokens={max_tokens}")
     return [
         _draw(families[i % len(families)], f"{seed}-{i:04d}", min_tokens, max_tokens)
         for i in range(count)

@@ -151,7 +151,7 @@ class CellResult:
 
     def mean(self, name: str) -> float:
         """Mean of a numeric field of the answers."""
-        return sum(getattr(a, name) for a in self.answers) / self.total
+        return float(sum(getattr(a, name) for a in self.answers)) / self.total
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the settings, the summary and every answer."""
@@ -199,9 +199,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     for knob in knobs:
         option, equals, value = knob.partition("=")
         if not equals or not option:
-            raise ConfigError(
-                f"policy {text!r} must be a name or name:option=value:option=value"
-            )
+            raise ConfigError(f"policy {text!r} must be a name or name:option=value:option=value")
         try:
             options[option] = json.loads(value)
         except json.JSONDecodeError:
@@ -241,7 +239,7 @@ def engine_config(cell: Cell, options: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an option is unknown or illegal.
     """
-    own = {"compression": cell.policy, "policy_options": dict(cell.policy_options)}
+    own: dict[str, Any] = {"compression": cell.policy, "policy_options": dict(cell.policy_options)}
     if cell.policy != FULL:
         own["kv_budget"] = cell.budget
     taken = sorted(set(options) & {"compression", "policy_options", "kv_budget"})

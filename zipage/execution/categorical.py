@@ -79,7 +79,8 @@ def draw_filtered(
     if bool(uncut.any()):
         # Only top-p alone needs the mass of the tokens that are no candidates.
         rows = uncut.nonzero().squeeze(1)
-        scaled = _scaled(logits[rows], peaks[rows], inverse_temperatures[rows])
+        part = logits if len(rows) == len(logits) else logits[rows]
+        scaled = _scaled(part, peaks[rows], inverse_temperatures[rows])
         totals[rows] = scaled.exp_().sum(-1, dtype=torch.float64)
     limits = top_k.masked_fill(top_k == vocab_size, 0)
     num_candidates = min(max(_FIRST_CANDIDATES, int(limits.max()) + 1), vocab_size)

@@ -209,6 +209,8 @@ class ModelRunner:
             max_query_len=int(counts.max()),
             max_cache_len=longest,
             any_capture=bool((capture >= 0).any()),
+            query_start_host=None if total == count else query_start.tolist(),
+            cache_lens_host=None if total == count else cache_lens.tolist(),
         )
 
     def _tensor(self, values: np.ndarray, padded: int | None = None, fill: int = 0) -> torch.Tensor:

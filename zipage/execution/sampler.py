@@ -364,7 +364,9 @@ def _logprobs(
         if 0 < count < len(values) and values[count - 1] == values[count]:
             above = [pair for pair in zip(values, indices, strict=True) if pair[0] > values[count]]
             tied = (logprobs[row] == top.values[row, count]).nonzero().squeeze(1)
-            pairs = above + [(values[count], index) for index in tied[: count - len(above)].tolist()]
+            pairs = above + [
+                (values[count], index) for index in tied[: count - len(above)].tolist()
+            ]
         else:
             pairs = list(zip(values[:count], indices[:count], strict=True))
         pairs.sort(key=lambda pair: (-pair[0], pair[1]))

@@ -36,11 +36,12 @@ enum {
     ROWS = 4,       /* rows of one micro-kernel call */
     TILE = 64,      /* slots of one softmax update */
     CHUNK = 512,    /* slots of one independent partial softmax */
-    ITEM_ROWS = 64, /* most rows of one work item; they share the transposed keys of a tile */
+    ITEM_ROWS = 64, /* most rows of one work item; rows of a KV head share its transposed keys */
+    ITEM_BYTES = 1 << 17, /* most KV bytes of one tile of a work item: it waits in the L2 cache */
     MAX_DIM = 256,
+    QUARTER = TILE / 4, /* slots that must be contiguous for tiles to be read in place */
+    LINE = 16,          /* floats of a cache line */
     GROUPS = TILE / ZP_VL,
-    QUARTER = TILE / 4, /* slots that must lie in one block for tiles to be read in place */
-    LINE = 16, /* floats of a cache line */
 #if ZP_VL == 8
     COLUMNS = 2, /* vectors per row held in registers; 16 registers on AVX2, 32 elsewhere */
 #else
@@ -92,9 +93,10 @@ typedef struct {
     float *out;     /* [rows, heads, dim] */
 } job_t;
 
-/* Rows [row, row + rows) of one sequence and KV head; row = token * group + head in group. */
+/* Rows [row, row + rows) of one sequence in each of `kv_heads` KV heads; row = token * group + head
+ * in the group. In a state the rows of one KV head are padded to a multiple of ROWS. */
 typedef struct {
-    int32_t sequence, kv_head, row, rows;
+    int32_t sequence, kv_head, kv_heads, row, rows, padded;
     int32_t first_chunk, chunks;
     int64_t partial; /* first row of its partial states, or -1 if it writes the output itself */
 } item_t;
@@ -207,29 +209,105 @@ static int write_row(const zp_attn_layer *layer, const zp_attn_step *step, int64
     return DONE;
 }
 
+/* --- Prefetch ------------------------------------------------------------------------------ */
+
+/* The quarter tiles a thread will read next, in the order of their addresses. A decode step reads
+ * blocks scattered over more memory than any cache holds, and each jump stops the hardware's
+ * prefetcher; asking for the lines one tile early, evenly spread over the arithmetic, hides it. */
+typedef struct {
+    const float *kv; /* keys of the first KV head in block 0 */
+    const int32_t *table;
+    int64_t tile, end;            /* first slot of the tile being fetched, slots in all */
+    int64_t block, dim;           /* slots of a block, floats of a slot */
+    int64_t block_floats, values; /* floats from block to block, from keys to values */
+    int heads, run; /* KV heads, quarters of a tile that are contiguous in one block */
+    int part, region, quarter; /* position: run of the tile, key or value head, quarter of run */
+} stream_t;
+
+static void open_stream(stream_t *stream, const job_t *job, const item_t *item, int64_t slot) {
+    const zp_attn_layer *layer = job->layer;
+    const int64_t head_floats = layer->block_size * layer->dim;
+    const int64_t fresh = job->step->query_start[item->sequence + 1]
+                          - job->step->query_start[item->sequence];
+    const int64_t group = layer->heads / layer->kv_heads;
+    *stream = (stream_t){
+        .kv = layer->kv + item->kv_head * head_floats,
+        .table = job->step->block_tables + item->sequence * job->step->max_blocks,
+        .tile = slot,
+        .end = job->step->cache_lens[item->sequence] - fresh
+               + (item->row + item->rows - 1) / group + 1,
+        .block = layer->block_size,
+        .dim = layer->dim,
+        .block_floats = 2 * layer->kv_heads * head_floats,
+        .values = layer->kv_heads * head_floats,
+        .heads = item->kv_heads,
+        .run = layer->block_size % TILE == 0 ? 4 : layer->block_size % (2 * QUARTER) == 0 ? 2 : 1,
+    };
+}
+
+/* The next quarter tile of the stream, or NULL at its end. */
+static const float *next_quarter(stream_t *s) {
+    while (s->tile < s->end) {
+        const int64_t slot = s->tile + (s->part * s->run + s->quarter) * QUARTER;
+        const int region = s->region;
+        if (++s->quarter == s->run) {
+            s->quarter = 0;
+            if (++s->region == 2 * s->heads) {
+                s->region = 0;
+                if (++s->part * s->run == 4) {
+                    s->part = 0;
+                    s->tile += TILE;
+                }
+            }
+        }
+        if (slot >= s->end) continue;
+        const float *block = s->kv + s->table[(uint32_t)slot / (uint32_t)s->block] * s->block_floats;
+        const int64_t head = region < s->heads ? region : region - s->heads;
+        return block + (region < s->heads ? 0 : s->values) + head * s->block * s->dim
+               + (int64_t)((uint32_t)slot % (uint32_t)s->block) * s->dim;
+    }
+    return NULL;
+}
+
+ZP_INLINE void fetch(const float *line) { __builtin_prefetch(line, 0, HINT); }
+
 /* --- Micro-kernels: ROWS rows against one tile -------------------------------------------- */
 
-/* Scores of `columns` vectors of slots: s[r][t] = q[r] . k[t], summed over the dimension in order. */
-ZP_INLINE void score_columns(const float *kt, const float *const *q, float *s, int dim,
-                             const int columns, const float *next0, const float *next1) {
+/* Transposes the keys of the quarter tile at slot `t`: kt[d][t + i] = keys[i][d]. Asks for half of
+ * the quarter tile `ahead`. */
+ZP_INLINE void transpose_quarter(const float *keys, int64_t stride, float *kt, int dim, int slots,
+                                 const float *ahead) {
+    for (int t = 0; t < slots; t += ZP_VL)
+        for (int d = 0; d < dim; d += LINE) {
+            if (ahead)
+                for (int i = 0; i < ZP_VL / 2; i++, ahead += LINE) fetch(ahead);
+            for (int e = d; e < d + LINE && e < dim; e += ZP_VL)
+                zp_transpose(keys + t * stride + e, stride, kt + e * TILE + t, TILE);
+        }
+}
+
+/* Scores of `columns` vectors of slots: s[r][t] = q[r] . k[t], summed over the dimension in order.
+ * Asks for `parts` quarter tiles `ahead`. */
+ZP_INLINE void score_columns(const float *kt, const float *const *q, float *s, const int dim,
+                             const int columns, const float *const *ahead, const int parts) {
     zp_vf acc[ROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) acc[r][c] = zp_set1(0.0f);
-    for (int d = 0; d < dim; d++) {
-        if (next0) {
-            __builtin_prefetch(next0 + d * LINE, 0, HINT);
-            __builtin_prefetch(next1 + d * LINE, 0, HINT);
-        }
-        zp_vf k[COLUMNS];
+    for (int part = 0; part < parts; part++) {
+        const float *line = ahead ? ahead[part] : NULL;
+        for (int d = part * dim / parts; d < (part + 1) * dim / parts; d++) {
+            for (int i = 0; ahead && i < parts; i++, line += LINE) fetch(line);
+            zp_vf k[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) k[c] = zp_load(kt + d * TILE + c * ZP_VL);
+            for (int c = 0; c < columns; c++) k[c] = zp_load(kt + d * TILE + c * ZP_VL);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) {
-            const zp_vf x = zp_set1(q[r][d]);
+            for (int r = 0; r < ROWS; r++) {
+                const zp_vf x = zp_set1(q[r][d]);
 #pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) acc[r][c] += x * k[c];
+                for (int c = 0; c < columns; c++) acc[r][c] += x * k[c];
+            }
         }
     }
 #pragma GCC unroll 4
@@ -238,34 +316,48 @@ ZP_INLINE void score_columns(const float *kt, const float *const *q, float *s, i
         for (int c = 0; c < columns; c++) zp_store(s + r * TILE + c * ZP_VL, acc[r][c]);
 }
 
-/* Turns the scores of a row into weights relative to the row's new maximum, which it returns.
- * Slots from `visible` on are masked; `sum` becomes the weights' sum in each lane. */
-ZP_INLINE float soften(float *s, int groups, int visible, float m, zp_vf *sum) {
-    zp_vf top = zp_set1(MASKED);
-    for (int g = 0; g < groups; g++) {
-        zp_vf x = zp_load(s + g * ZP_VL);
-        if (visible < (g + 1) * ZP_VL) {
-            x = zp_select(zp_iota() < zp_set1_int(visible - g * ZP_VL), x, zp_set1(MASKED));
-            zp_store(s + g * ZP_VL, x);
+/* Turns scores into weights relative to each row's new maximum. Row r sees `visible[r]` slots of
+ * the tile. `top` holds the maxima (row r in lanes r, r + 4, ..), `sums` ZP_VL partial sums of the
+ * weights per row; both are updated, and `decay` receives what earlier sums are to be scaled by. */
+ZP_INLINE void soften(float *s, const int groups, const int *visible, float *top, float *sums,
+                      float *decay) {
+    zp_vf tops[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+        tops[r] = zp_set1(MASKED);
+        for (int g = 0; g < groups; g++) {
+            zp_vf x = zp_load(s + r * TILE + g * ZP_VL);
+            if (visible[r] < (g + 1) * ZP_VL) {
+                x = zp_select(zp_iota() < zp_set1_int(visible[r] - g * ZP_VL), x, zp_set1(MASKED));
+                zp_store(s + r * TILE + g * ZP_VL, x);
+            }
+            tops[r] = zp_max(x, tops[r]);
         }
-        top = zp_max(x, top);
     }
-    const float tile_max = zp_max_lane(top);
-    const float next = tile_max > m ? tile_max : m;
-    zp_vf total = zp_set1(0.0f);
-    for (int g = 0; g < groups; g++) {
-        const zp_vf p = zp_exp2_neg(zp_load(s + g * ZP_VL) - zp_set1(next));
-        total += p;
-        zp_store(s + g * ZP_VL, p);
+    const zp_vf old = zp_load(top);
+    const zp_vf next = zp_max(zp_max_of_four(tops[0], tops[1], tops[2], tops[3]), old);
+    const zp_vf fading = zp_exp2_neg(old - next);
+    zp_store(top, next);
+    zp_store(decay, fading);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+        const zp_vf shift = zp_set1(next[r]);
+        zp_vf total = zp_set1(0.0f);
+        for (int g = 0; g < groups; g++) {
+            const zp_vf p = zp_exp2_neg(zp_load(s + r * TILE + g * ZP_VL) - shift);
+            total += p;
+            zp_store(s + r * TILE + g * ZP_VL, p);
+        }
+        float *lanes = sums + r * ZP_VL;
+        zp_store(lanes, zp_load(lanes) * zp_set1(fading[r]) + total);
     }
-    *sum = total;
-    return next;
 }
 
-/* o[r] = o[r] * decay[r] + sum over the tile's slots of p[r][t] v[t], for `columns` vectors. */
-ZP_INLINE void accumulate_columns(const float *const *v, int64_t v_stride, int slots,
-                                  const float *p, const float *decay, float *o, int o_stride,
-                                  const int columns, const float *const *next) {
+/* o[r] = o[r] * decay[r] + sum over the tile's slots of p[r][t] v[t], for `columns` vectors.
+ * v and ahead point to the rows of every ZP_VL slots. */
+ZP_INLINE void accumulate_columns(const float *const *v, int64_t stride, int slots, const float *p,
+                                  const float *decay, float *o, int o_stride, const int columns,
+                                  const float *const *ahead) {
     zp_vf acc[ROWS][COLUMNS];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -273,15 +365,12 @@ ZP_INLINE void accumulate_columns(const float *const *v, int64_t v_stride, int s
         for (int c = 0; c < columns; c++)
             acc[r][c] = zp_load(o + r * o_stride + c * ZP_VL) * zp_set1(decay[r]);
     for (int t0 = 0; t0 < slots; t0 += ZP_VL, p += ZP_VL) {
-        const float *row = v[t0 / ZP_VL];
+        const float *row = v[t0 / ZP_VL], *line = ahead ? ahead[t0 / ZP_VL] : NULL;
         const int count = slots - t0 < ZP_VL ? slots - t0 : ZP_VL;
-        const float *pf = next ? next[t0 / QUARTER] + t0 % QUARTER * v_stride : 0;
-        for (int t = 0; t < count; t++, row += v_stride) {
-            if (next) {
+        for (int t = 0; t < count; t++, row += stride) {
+            if (ahead)
 #pragma GCC unroll 4
-              for (int c = 0; c < columns * ZP_VL; c += LINE) __builtin_prefetch(pf + c, 0, HINT);
-              pf += v_stride;
-            }
+                for (int c = 0; c < columns * ZP_VL; c += LINE, line += LINE) fetch(line);
             zp_vf x[COLUMNS];
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) x[c] = zp_load(row + c * ZP_VL);
@@ -300,143 +389,187 @@ ZP_INLINE void accumulate_columns(const float *const *v, int64_t v_stride, int s
             zp_store(o + r * o_stride + c * ZP_VL, acc[r][c]);
 }
 
+/* The rows of one KV head in one tile. */
+typedef struct {
+    const float *kt;           /* [dim, TILE] */
+    const float *v[GROUPS];    /* rows of every ZP_VL slots */
+    int64_t v_stride;
+    int64_t start;             /* first slot */
+    int slots;
+    const float *const *q;     /* row -> query */
+    const int64_t *limit;      /* row -> slots it sees */
+    float *o, *tops, *sums;    /* state, see soften */
+} tile_t;
+
+/* Attends ROWS rows from `r0` to a tile. `ahead`, if any, names six quarter tiles to ask for. */
+ZP_INLINE void attend_tile(const tile_t *tile, int r0, const int dim, const int stride,
+                           const float *const *ahead) {
+    enum { PARTS = COLUMNS * ZP_VL == TILE ? 2 : 1 };
+    const int64_t seen = tile->limit[r0 + ROWS - 1] - tile->start;
+    const int used = (int)(seen < tile->slots ? seen : tile->slots);
+    const int groups = (used + ZP_VL - 1) / ZP_VL;
+    const float *const *q = tile->q + r0;
+    float s[ROWS * TILE] ZP_ALIGN;
+    int g = 0;
+    if (ahead)
+        for (; g + COLUMNS <= groups && g / COLUMNS < 2 / PARTS; g += COLUMNS)
+            score_columns(tile->kt + g * ZP_VL, q, s + g * ZP_VL, dim, COLUMNS,
+                          ahead + g / COLUMNS, PARTS);
+    for (; g + COLUMNS <= groups; g += COLUMNS)
+        score_columns(tile->kt + g * ZP_VL, q, s + g * ZP_VL, dim, COLUMNS, NULL, 1);
+    for (; g < groups; g++)
+        score_columns(tile->kt + g * ZP_VL, q, s + g * ZP_VL, dim, 1, NULL, 1);
+
+    int visible[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const int64_t row_seen = tile->limit[r0 + r] - tile->start;
+        visible[r] = (int)(row_seen < TILE ? row_seen : TILE);
+    }
+    float decay[ZP_VL] ZP_ALIGN;
+    float *top = tile->tops + r0 / ROWS * ZP_VL, *sums = tile->sums + r0 * ZP_VL;
+    if (groups == GROUPS)
+        soften(s, GROUPS, visible, top, sums, decay);
+    else
+        soften(s, groups, visible, top, sums, decay);
+
+    float *o = tile->o + r0 * stride;
+    int d = 0;
+    for (; d + COLUMNS * ZP_VL <= stride; d += COLUMNS * ZP_VL) {
+        const float *v[GROUPS], *lines[GROUPS];
+        for (int i = 0; i < groups; i++) {
+            v[i] = tile->v[i] + d;
+            if (ahead) {
+                const int line = (d / LINE * TILE) + i * ZP_VL * (COLUMNS * ZP_VL / LINE);
+                lines[i] = ahead[2 + line / dim] + line % dim * LINE;
+            }
+        }
+        if (ahead)
+            accumulate_columns(v, tile->v_stride, used, s, decay, o + d, stride, COLUMNS, lines);
+        else
+            accumulate_columns(v, tile->v_stride, used, s, decay, o + d, stride, COLUMNS, NULL);
+    }
+    for (; d < stride; d += ZP_VL) {
+        const float *v[GROUPS];
+        for (int i = 0; i < groups; i++) v[i] = tile->v[i] + d;
+        accumulate_columns(v, tile->v_stride, used, s, decay, o + d, stride, 1, NULL);
+    }
+}
+
 /* --- One chunk of slots for the rows of a work item --------------------------------------- */
 
-/* Fills `to` with the partial softmax of rows [item->row, + item->rows) over one chunk. `dim` is a
- * compile-time constant in all callers but one; `packed` says that groups of ZP_VL slots are
- * contiguous in the cache and rows whole vectors, so that tiles are read in place. */
+/* Fills `to` with the partial softmax of an item's rows over one chunk. `dim` is a compile-time
+ * constant in all callers but one; `packed` says that quarter tiles are contiguous in the cache and
+ * rows are whole lines, so that tiles are read in place. `next` is the item this thread probably
+ * runs afterwards, or NULL. */
 ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk, state_t to,
-                            const int dim, const int packed) {
+                            const item_t *next, const int dim, const int packed) {
     const zp_attn_layer *layer = job->layer;
     const zp_attn_step *step = job->step;
     const int stride = (dim + ZP_VL - 1) / ZP_VL * ZP_VL;
     const int group = (int)(layer->heads / layer->kv_heads);
     const int32_t *table = step->block_tables + item->sequence * step->max_blocks;
     const int64_t start = step->query_start[item->sequence];
-    const int64_t first_row = start * layer->heads + item->kv_head * group;
     const int64_t fresh = step->query_start[item->sequence + 1] - start;
     const int64_t before = step->cache_lens[item->sequence] - fresh;
     const uint32_t block = (uint32_t)layer->block_size;
-    const int64_t head_size = block * dim, value_offset = layer->kv_heads * head_size;
-    const float *kv = layer->kv + item->kv_head * head_size;
+    const int64_t head_floats = block * dim, values = layer->kv_heads * head_floats;
 
     float kt[(packed ? dim : MAX_DIM) * TILE] ZP_ALIGN;
     float gathered[packed ? 1 : 2 * TILE * MAX_DIM] ZP_ALIGN;
-    float sums[ITEM_ROWS * ZP_VL] ZP_ALIGN;
+    float sums[ITEM_ROWS * ZP_VL] ZP_ALIGN, tops[ITEM_ROWS / ROWS * ZP_VL] ZP_ALIGN;
     const float *q[ITEM_ROWS];
     int64_t limit[ITEM_ROWS];
 
-    const int padded = (item->rows + ROWS - 1) / ROWS * ROWS;
-    for (int r = 0; r < padded; r++) {
-        const int row = item->row + (r < item->rows ? r : item->rows - 1);
-        q[r] = job->q + (first_row + (int64_t)(row / group) * layer->heads + row % group) * dim;
-        limit[r] = before + row / group + 1;
-        to.m[r] = MASKED;
+    const int all_rows = item->padded * item->kv_heads;
+    for (int h = 0; h < item->kv_heads; h++) {
+        const float *first = job->q + (start * layer->heads + (item->kv_head + h) * group) * dim;
+        for (int r = 0; r < item->padded; r++) {
+            const int row = item->row + (r < item->rows ? r : item->rows - 1);
+            q[h * item->padded + r] = first + (row / group * layer->heads + row % group) * dim;
+            limit[h * item->padded + r] = before + row / group + 1;
+        }
     }
-    memset(to.o, 0, sizeof(float) * (size_t)(padded * stride));
-    memset(sums, 0, sizeof(float) * (size_t)(padded * ZP_VL));
+    for (int i = 0; i < all_rows / ROWS * ZP_VL; i++) tops[i] = MASKED;
+    memset(to.o, 0, sizeof(float) * (size_t)(all_rows * stride));
+    memset(sums, 0, sizeof(float) * (size_t)(all_rows * ZP_VL));
     if (!packed) memset(gathered, 0, sizeof gathered);
 
-    const int64_t stop = limit[padded - 1] < (chunk + 1) * CHUNK ? limit[padded - 1]
-                                                                : (chunk + 1) * CHUNK;
-    const int64_t end = limit[padded - 1];
-    for (int64_t tile = chunk * CHUNK; tile < stop; tile += TILE) {
-        const int slots = (int)(stop - tile < TILE ? stop - tile : TILE);
-        const float *values[GROUPS], *next_k[4], *next_v[4];
-        int64_t value_stride = dim;
-        const int more = packed && tile + 2 * TILE <= end;
-        for (int i = 0; more && i < 4; i++) {
-            const uint32_t slot = (uint32_t)(tile + TILE + i * QUARTER);
-            next_k[i] = kv + table[slot / block] * 2 * value_offset + (int64_t)(slot % block) * dim;
-            next_v[i] = next_k[i] + value_offset;
-        }
-        if (packed) {
-            for (int t = 0; t < slots; t += ZP_VL) {
-                const uint32_t slot = (uint32_t)(tile + t);
-                const float *keys = kv + table[slot / block] * 2 * value_offset
-                                    + (int64_t)(slot % block) * dim;
-                values[t / ZP_VL] = keys + value_offset;
-                if (more) {
-                    const float *next = next_k[t / QUARTER / 2] + (t % (2 * QUARTER)) * dim / 2;
-                    for (int d = 0; d < dim; d += ZP_VL) {
-                        for (int i = 0; i < ZP_VL * ZP_VL / 2; i += LINE) __builtin_prefetch(next + d * ZP_VL / 2 + i, 0, HINT);
-                        zp_transpose(keys + d, dim, kt + d * TILE + t, TILE);
-                    }
-                } else
-                for (int d = 0; d < dim; d += ZP_VL)
-                    zp_transpose(keys + d, dim, kt + d * TILE + t, TILE);
+    const int64_t end = limit[item->padded - 1];
+    const int64_t stop = end < (chunk + 1) * CHUNK ? end : (chunk + 1) * CHUNK;
+    /* With more rows arithmetic outweighs the reading of the cache. */
+    const int fetching = packed && item->padded <= 2 * ROWS;
+    stream_t stream;
+    if (fetching) open_stream(&stream, job, item, chunk * CHUNK + TILE);
+
+    for (int64_t slot0 = chunk * CHUNK; slot0 < stop; slot0 += TILE)
+        for (int h = 0; h < item->kv_heads; h++) {
+            const float *kv = layer->kv + (item->kv_head + h) * head_floats;
+            tile_t tile = {
+                .kt = kt, .v_stride = packed ? dim : stride, .start = slot0,
+                .slots = (int)(stop - slot0 < TILE ? stop - slot0 : TILE),
+                .q = q + h * item->padded, .limit = limit + h * item->padded,
+                .o = to.o + h * item->padded * stride,
+                .tops = tops + h * item->padded / ROWS * ZP_VL,
+                .sums = sums + h * item->padded * ZP_VL,
+            };
+            const float *ahead[8];
+            for (int i = 0; fetching && i < 2 * ((tile.slots + QUARTER - 1) / QUARTER); i++) {
+                ahead[i] = next_quarter(&stream);
+                if (!ahead[i] && next) {
+                    open_stream(&stream, job, next, (int64_t)next->first_chunk * CHUNK);
+                    stream.end = stream.end < stream.tile + TILE ? stream.end : stream.tile + TILE;
+                    next = NULL;
+                    ahead[i] = next_quarter(&stream);
+                }
+                if (!ahead[i]) ahead[i] = q[0];
             }
-        } else {
-            float *keys = gathered, *copies = gathered + TILE * stride;
-            value_stride = stride;
-            for (int t = 0; t < slots; t++) {
-                const uint32_t slot = (uint32_t)(tile + t);
-                const float *key = kv + table[slot / block] * 2 * value_offset
-                                   + (int64_t)(slot % block) * dim;
-                memcpy(keys + t * stride, key, sizeof(float) * (size_t)dim);
-                memcpy(copies + t * stride, key + value_offset, sizeof(float) * (size_t)dim);
+            if (packed) {
+                for (int t = 0; t < tile.slots; t += QUARTER) {
+                    const uint32_t slot = (uint32_t)(slot0 + t);
+                    const float *keys = kv + table[slot / block] * 2 * values
+                                        + (int64_t)(slot % block) * dim;
+                    for (int i = 0; i < QUARTER; i += ZP_VL)
+                        tile.v[(t + i) / ZP_VL] = keys + values + i * dim;
+                    const int left = tile.slots - t < QUARTER ? tile.slots - t : QUARTER;
+                    const float *line = NULL;
+                    if (fetching) line = ahead[t / QUARTER / 2] + t / QUARTER % 2 * dim / 2 * LINE;
+                    if (fetching)
+                        transpose_quarter(keys, dim, kt + t, dim, left, line);
+                    else
+                        transpose_quarter(keys, dim, kt + t, dim, left, NULL);
+                }
+            } else {
+                float *keys = gathered, *copies = gathered + TILE * stride;
+                for (int t = 0; t < tile.slots; t++) {
+                    const uint32_t slot = (uint32_t)(slot0 + t);
+                    const float *key = kv + table[slot / block] * 2 * values
+                                       + (int64_t)(slot % block) * dim;
+                    memcpy(keys + t * stride, key, sizeof(float) * (size_t)dim);
+                    memcpy(copies + t * stride, key + values, sizeof(float) * (size_t)dim);
+                }
+                for (int t = 0; t < tile.slots; t += ZP_VL) tile.v[t / ZP_VL] = copies + t * stride;
+                transpose_quarter(keys, stride, kt, stride, tile.slots, NULL);
             }
-            for (int t = 0; t < slots; t += ZP_VL) {
-                values[t / ZP_VL] = copies + t * stride;
-                for (int d = 0; d < stride; d += ZP_VL)
-                    zp_transpose(keys + t * stride + d, stride, kt + d * TILE + t, TILE);
-            }
-        }
-        for (int r0 = 0; r0 < padded; r0 += ROWS) {
-            const int64_t seen = limit[r0 + ROWS - 1] - tile;
-            if (seen <= 0) continue;
-            const int used = (int)(seen < slots ? seen : slots);
-            const int groups = (used + ZP_VL - 1) / ZP_VL;
-            float s[ROWS * TILE] ZP_ALIGN;
-            int g = 0;
-            if (more && r0 == 0) {
-            for (; g + COLUMNS <= groups; g += COLUMNS)
-                score_columns(kt + g * ZP_VL, q + r0, s + g * ZP_VL, dim, COLUMNS, next_k[2], next_k[3]);
-            } else
-            for (; g + COLUMNS <= groups; g += COLUMNS)
-                score_columns(kt + g * ZP_VL, q + r0, s + g * ZP_VL, dim, COLUMNS, 0, 0);
-            for (; g < groups; g++) score_columns(kt + g * ZP_VL, q + r0, s + g * ZP_VL, dim, 1, 0, 0);
-            float decay[ZP_VL] ZP_ALIGN = {0};
-            zp_vf sum[ROWS];
-            for (int r = 0; r < ROWS; r++) {
-                const int64_t row_seen = limit[r0 + r] - tile;
-                const int visible = (int)(row_seen < TILE ? row_seen : TILE);
-                const float m = soften(s + r * TILE, groups, visible, to.m[r0 + r], &sum[r]);
-                decay[r] = to.m[r0 + r] - m;
-                to.m[r0 + r] = m;
-            }
-            zp_store(decay, zp_exp2_neg(zp_load(decay)));
-            for (int r = 0; r < ROWS; r++) {
-                float *lanes = sums + (r0 + r) * ZP_VL;
-                zp_store(lanes, zp_load(lanes) * zp_set1(decay[r]) + sum[r]);
-            }
-            float *o = to.o + r0 * stride;
-            int d = 0;
-            for (; d + COLUMNS * ZP_VL <= stride; d += COLUMNS * ZP_VL) {
-                const float *shifted[GROUPS];
-                for (int i = 0; i < groups; i++) shifted[i] = values[i] + d;
-                if (more && r0 == 0) {
-                const float *shifted_v[GROUPS];
-                for (int i = 0; i < 4; i++) shifted_v[i] = next_v[i] + d;
-                accumulate_columns(shifted, value_stride, used, s, decay, o + d, stride, COLUMNS, shifted_v);
-                } else
-                accumulate_columns(shifted, value_stride, used, s, decay, o + d, stride, COLUMNS, 0);
-            }
-            for (; d < stride; d += ZP_VL) {
-                const float *shifted[GROUPS];
-                for (int i = 0; i < groups; i++) shifted[i] = values[i] + d;
-                accumulate_columns(shifted, value_stride, used, s, decay, o + d, stride, 1, 0);
+            for (int r0 = 0; r0 < item->padded; r0 += ROWS) {
+                if (tile.limit[r0 + ROWS - 1] <= slot0) continue;
+                if (fetching && r0 == 0 && tile.slots == TILE)
+                    attend_tile(&tile, r0, dim, stride, ahead + 2);
+                else
+                    attend_tile(&tile, r0, dim, stride, NULL);
             }
         }
+    for (int r = 0; r < all_rows; r++) {
+        to.l[r] = zp_sum(zp_load(sums + r * ZP_VL));
+        to.m[r] = tops[r / ROWS * ZP_VL + r % ROWS];
     }
-    for (int r = 0; r < padded; r++) to.l[r] = zp_sum(zp_load(sums + r * ZP_VL));
 }
 
-typedef void (*attend_chunk_fn)(const job_t *, const item_t *, int64_t, state_t);
+typedef void (*attend_chunk_fn)(const job_t *, const item_t *, int64_t, state_t, const item_t *);
 
 #define ATTEND_CHUNK(name, dim, packed)                                                          \
-    static void name(const job_t *job, const item_t *item, int64_t chunk, state_t to) {          \
-        attend_chunk(job, item, chunk, to, dim, packed);                                         \
+    static void name(const job_t *job, const item_t *item, int64_t chunk, state_t to,            \
+                     const item_t *next) {                                                       \
+        attend_chunk(job, item, chunk, to, next, dim, packed);                                   \
     }
 ATTEND_CHUNK(attend_chunk_64, 64, 1)
 ATTEND_CHUNK(attend_chunk_80, 80, 1)
@@ -445,7 +578,7 @@ ATTEND_CHUNK(attend_chunk_128, 128, 1)
 ATTEND_CHUNK(attend_chunk_any, (int)job->layer->dim, 0)
 
 static attend_chunk_fn kernel_for(const zp_attn_layer *layer) {
-    if (layer->block_size % ZP_VL) return attend_chunk_any;
+    if (layer->block_size % QUARTER) return attend_chunk_any;
     switch (layer->dim) {
     case 64: return attend_chunk_64;
     case 80: return attend_chunk_80;
@@ -463,8 +596,9 @@ static void merge(const job_t *job, const item_t *item, int64_t chunk, state_t t
     const int group = (int)(job->layer->heads / job->layer->kv_heads);
     const int32_t *start = job->step->query_start + item->sequence;
     const int64_t before = job->step->cache_lens[item->sequence] - (start[1] - start[0]);
-    for (int r = 0; r < item->rows; r++) {
-        if (before + (item->row + r) / group + 1 <= chunk * CHUNK) continue;
+    for (int r = 0; r < item->padded * item->kv_heads; r++) {
+        const int row = r % item->padded;
+        if (row >= item->rows || before + (item->row + row) / group + 1 <= chunk * CHUNK) continue;
         const float m = total.m[r] > part.m[r] ? total.m[r] : part.m[r];
         float weights[ZP_VL] ZP_ALIGN = {total.m[r] - m, part.m[r] - m};
         zp_store(weights, zp_exp2_neg(zp_load(weights)));
@@ -483,9 +617,10 @@ static void write_output(const job_t *job, const item_t *item, state_t total) {
     const int dim = (int)job->layer->dim, stride = (dim + ZP_VL - 1) / ZP_VL * ZP_VL;
     const int group = (int)(heads / job->layer->kv_heads);
     const int64_t start = job->step->query_start[item->sequence];
-    for (int r = 0; r < item->rows; r++) {
-        const int row = item->row + r;
-        const int64_t head = item->kv_head * group + row % group;
+    for (int r = 0; r < item->padded * item->kv_heads; r++) {
+        if (r % item->padded >= item->rows) continue;
+        const int row = item->row + r % item->padded;
+        const int64_t head = (item->kv_head + r / item->padded) * group + row % group;
         float *to = job->out + ((start + row / group) * heads + head) * dim;
         const float *from = total.o + r * stride;
         const float inverse = 1.0f / total.l[r];
@@ -495,19 +630,22 @@ static void write_output(const job_t *job, const item_t *item, state_t total) {
     }
 }
 
-static void run_item(const job_t *job, const item_t *item, attend_chunk_fn kernel, state_t partials) {
+static state_t partial_state(const job_t *job, int64_t row, state_t partials) {
     const int64_t stride = (job->layer->dim + ZP_VL - 1) / ZP_VL * ZP_VL;
+    return (state_t){partials.o + row * stride, partials.m + row, partials.l + row};
+}
+
+static void run_item(const job_t *job, const item_t *item, const item_t *next,
+                     attend_chunk_fn kernel, state_t partials) {
     if (item->partial >= 0) {
-        const state_t to = {partials.o + item->partial * stride, partials.m + item->partial,
-                            partials.l + item->partial};
-        kernel(job, item, item->first_chunk, to);
+        kernel(job, item, item->first_chunk, partial_state(job, item->partial, partials), next);
         return;
     }
     float o[2][ITEM_ROWS * MAX_DIM] ZP_ALIGN, m[2][ITEM_ROWS], l[2][ITEM_ROWS];
     const state_t total = {o[0], m[0], l[0]}, part = {o[1], m[1], l[1]};
-    kernel(job, item, 0, total);
+    kernel(job, item, 0, total, item->chunks == 1 ? next : NULL);
     for (int chunk = 1; chunk < item->chunks; chunk++) {
-        kernel(job, item, chunk, part);
+        kernel(job, item, chunk, part, chunk == item->chunks - 1 ? next : NULL);
         merge(job, item, chunk, total, part);
     }
     write_output(job, item, total);
@@ -515,14 +653,9 @@ static void run_item(const job_t *job, const item_t *item, attend_chunk_fn kerne
 
 /* `item` is the first of the consecutive items that hold the chunks of the same rows. */
 static void merge_item(const job_t *job, const item_t *item, state_t partials) {
-    const int64_t stride = (job->layer->dim + ZP_VL - 1) / ZP_VL * ZP_VL;
-    const state_t total = {partials.o + item->partial * stride, partials.m + item->partial,
-                           partials.l + item->partial};
-    for (int chunk = 1; chunk < item->chunks; chunk++) {
-        const int64_t at = item[chunk].partial;
-        const state_t part = {partials.o + at * stride, partials.m + at, partials.l + at};
-        merge(job, item, chunk, total, part);
-    }
+    const state_t total = partial_state(job, item->partial, partials);
+    for (int chunk = 1; chunk < item->chunks; chunk++)
+        merge(job, item, chunk, total, partial_state(job, item[chunk].partial, partials));
     write_output(job, item, total);
 }
 
@@ -563,58 +696,80 @@ static int check_step(const zp_attn_layer *layer, const zp_attn_step *step) {
     return DONE;
 }
 
-static int make_plan(const zp_attn_layer *layer, const zp_attn_step *step, int threads,
-                     plan_t *plan) {
-    const int64_t group = layer->heads / layer->kv_heads;
-    int64_t whole = 0, split = 0;
-    for (int64_t s = 0; s < step->sequences; s++) {
-        const int64_t rows = (step->query_start[s + 1] - step->query_start[s]) * group;
-        for (int64_t row = 0; row < rows; row += ITEM_ROWS) {
-            const int64_t last = (row + ITEM_ROWS < rows ? row + ITEM_ROWS : rows) - 1;
-            whole += layer->kv_heads;
-            split += layer->kv_heads * ceil_div(item_slots(step, s, last, group), CHUNK);
-        }
-    }
-    const int by_chunk = split > whole && whole < 4 * (int64_t)threads && threads > 1;
-    plan->count = by_chunk ? split : whole;
-    plan->partial_rows = plan->kv_bytes = 0;
-    plan->items = malloc((size_t)(plan->count + 1) * (sizeof(item_t) + sizeof(int32_t)));
-    if (!plan->items) return NO_MEMORY;
-    plan->order = (int32_t *)(plan->items + plan->count);
+/* How the work of a step is cut into items. */
+typedef struct {
+    int64_t together; /* most KV heads of one item */
+    int by_chunk;     /* whether the chunks of a row are separate items */
+} cut_t;
 
-    int64_t n = 0, most = 1;
+static int64_t heads_together(int64_t rows, int64_t heads, cut_t cut) {
+    const int64_t room = ITEM_ROWS / (ceil_div(rows, ROWS) * ROWS);
+    int64_t together = cut.together < room ? cut.together : room;
+    if (rows > 2 * ROWS) together = 1;
+    while (heads % together) together--;
+    return together;
+}
+
+/* Lists the items of a step into `plan` and returns their number; only counts without a list. */
+static int64_t list_items(const zp_attn_layer *layer, const zp_attn_step *step, cut_t cut,
+                          plan_t *plan) {
+    const int64_t group = layer->heads / layer->kv_heads;
+    int64_t n = 0;
     for (int64_t s = 0; s < step->sequences; s++) {
         const int64_t rows = (step->query_start[s + 1] - step->query_start[s]) * group;
         for (int64_t row = 0; row < rows; row += ITEM_ROWS) {
             const int64_t here = row + ITEM_ROWS < rows ? ITEM_ROWS : rows - row;
+            const int64_t together = heads_together(here, layer->kv_heads, cut);
             const int64_t slots = item_slots(step, s, row + here - 1, group);
             const int64_t chunks = ceil_div(slots, CHUNK);
-            if (slots * (here + ROWS) > most) most = slots * (here + ROWS);
+            const int64_t parts = cut.by_chunk ? chunks : 1;
+            if (!plan) {
+                n += layer->kv_heads / together * parts;
+                continue;
+            }
             plan->kv_bytes += layer->kv_heads * slots * layer->dim * 8;
-            for (int64_t h = 0; h < layer->kv_heads; h++)
-                for (int64_t c = 0; c < (by_chunk ? chunks : 1); c++) {
-                    const int parts = by_chunk && chunks > 1;
-                    plan->items[n++] = (item_t){
-                        .sequence = (int32_t)s, .kv_head = (int32_t)h, .row = (int32_t)row,
-                        .rows = (int32_t)here, .first_chunk = (int32_t)c, .chunks = (int32_t)chunks,
-                        .partial = parts ? plan->partial_rows : -1,
+            for (int64_t h = 0; h < layer->kv_heads; h += together)
+                for (int64_t c = 0; c < parts; c++) {
+                    item_t *item = &plan->items[n++];
+                    *item = (item_t){
+                        .sequence = (int32_t)s, .kv_head = (int32_t)h,
+                        .kv_heads = (int32_t)together, .row = (int32_t)row, .rows = (int32_t)here,
+                        .padded = (int32_t)(ceil_div(here, ROWS) * ROWS),
+                        .first_chunk = (int32_t)c, .chunks = (int32_t)chunks, .partial = -1,
                     };
-                    if (parts) plan->partial_rows += ceil_div(here, ROWS) * ROWS;
+                    if (parts > 1) {
+                        item->partial = plan->partial_rows;
+                        plan->partial_rows += item->padded * together;
+                    }
                 }
         }
     }
-    /* Longest first, by a counting sort on rounded cost: keeps the threads' finishing times close. */
+    return n;
+}
+
+static int64_t item_cost(const zp_attn_layer *layer, const zp_attn_step *step, const item_t *item) {
+    int64_t slots = item_slots(step, item->sequence, item->row + item->rows - 1,
+                               layer->heads / layer->kv_heads);
+    if (item->partial >= 0) {
+        slots -= (int64_t)item->first_chunk * CHUNK;
+        if (slots > CHUNK) slots = CHUNK;
+    }
+    return slots * item->kv_heads * (item->padded + 2 * ROWS);
+}
+
+/* Longest first, by a counting sort on rounded cost: keeps the threads' finishing times close. */
+static void sort_items(const zp_attn_layer *layer, const zp_attn_step *step, plan_t *plan) {
     enum { BUCKETS = 64 };
     int32_t start[BUCKETS + 1] = {0};
+    int64_t most = 1;
+    for (int64_t i = 0; i < plan->count; i++) {
+        const int64_t cost = item_cost(layer, step, &plan->items[i]);
+        if (cost > most) most = cost;
+    }
     for (int pass = 0; pass < 2; pass++) {
-        for (int64_t i = 0; i < n; i++) {
-            const item_t *item = &plan->items[i];
-            int64_t slots = item_slots(step, item->sequence, item->row + item->rows - 1, group);
-            if (item->partial >= 0) {
-                slots -= (int64_t)item->first_chunk * CHUNK;
-                if (slots > CHUNK) slots = CHUNK;
-            }
-            const int64_t bucket = (most - slots * (item->rows + ROWS)) * (BUCKETS - 1) / most;
+        for (int64_t i = 0; i < plan->count; i++) {
+            const int64_t cost = item_cost(layer, step, &plan->items[i]);
+            const int64_t bucket = (most - cost) * (BUCKETS - 1) / most;
             if (pass == 0)
                 start[bucket + 1]++;
             else
@@ -622,6 +777,28 @@ static int make_plan(const zp_attn_layer *layer, const zp_attn_step *step, int t
         }
         for (int b = 0; pass == 0 && b < BUCKETS; b++) start[b + 1] += start[b];
     }
+}
+
+static int make_plan(const zp_attn_layer *layer, const zp_attn_step *step, int threads,
+                     plan_t *plan) {
+    const int64_t enough = 8 * (int64_t)threads;
+    cut_t cut = {.together = ITEM_BYTES / (TILE * layer->dim * 8)};
+    if (cut.together < 1) cut.together = 1;
+    plan->count = list_items(layer, step, cut, NULL);
+    if (threads > 1 && plan->count < enough) {
+        cut.together = 1;
+        plan->count = list_items(layer, step, cut, NULL);
+    }
+    if (threads > 1 && plan->count < enough) {
+        cut.by_chunk = 1;
+        plan->count = list_items(layer, step, cut, NULL);
+    }
+    plan->partial_rows = plan->kv_bytes = 0;
+    plan->items = malloc((size_t)(plan->count + 1) * (sizeof(item_t) + sizeof(int32_t)));
+    if (!plan->items) return NO_MEMORY;
+    plan->order = (int32_t *)(plan->items + plan->count);
+    list_items(layer, step, cut, plan);
+    sort_items(layer, step, plan);
     return DONE;
 }
 
@@ -666,7 +843,9 @@ int zp_attn_forward(const zp_attn_layer *layer, const zp_attn_step *step, const 
         if (!status) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < plan.count; i++)
-                run_item(&job, &plan.items[plan.order[i]], kernel, partials);
+                run_item(&job, &plan.items[plan.order[i]],
+                         i + team < plan.count ? &plan.items[plan.order[i + team]] : NULL, kernel,
+                         partials);
             if (plan.partial_rows) {
 #pragma omp for schedule(dynamic, 1)
                 for (int64_t i = 0; i < plan.count; i++)

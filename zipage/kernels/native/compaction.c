@@ -46,52 +46,19 @@ static void select_tokens(const float *scores, const int32_t *position, int64_t 
     }
 }
 
-/* Where the target blocks come from. */
-struct plan {
-    const int32_t *target;
-    int64_t num_target;
-    int64_t *held;      /* [num_target] index among the source blocks, or -1 if new */
-    uint8_t *is_target; /* [num_source] */
-    int stable;
-    int staged;         /* survivors are copied aside before they are written */
-};
-
-static void make_plan(struct plan *plan, const struct zp_comp_job *job)
-{
-    /* Moving in slot order never overwrites a survivor that has yet to move, unless a block comes
-     * earlier among the targets than among the sources. */
-    int in_order = 1;
-    for (int64_t n = 0; n < plan->num_target; n++) {
-        plan->held[n] = -1;
-        for (int64_t m = 0; m < job->num_source; m++)
-            if (job->source[m] == plan->target[n]) {
-                plan->held[n] = m;
-                plan->is_target[m] = 1;
-                in_order &= m <= n;
-            }
-    }
-    plan->staged = plan->stable && !in_order;
-}
-
-/* The source slot of every target slot. Stable: survivors in slot order. Otherwise a survivor
- * whose block is a target stays, and the others fill the remaining target slots in slot order. */
-static void plan_slots(const struct plan *plan, const uint8_t *kept, int64_t T, int64_t b,
-                       int32_t *movers, int32_t *from)
+/* The source slot of every target slot; target block n takes the place of source block n. Stable:
+ * survivors in slot order. Otherwise a survivor in the first `keep` slots keeps its slot, and the
+ * others fill the remaining ones in slot order. */
+static void plan_slots(const uint8_t *kept, int64_t T, int64_t keep, int stable, int32_t *movers,
+                       int32_t *from)
 {
     int64_t count = 0;
-    for (int64_t m = 0; m * b < T; m++) {
-        const int64_t end = (m + 1) * b < T ? (m + 1) * b : T;
-        for (int64_t t = m * b; t < end && (plan->stable || !plan->is_target[m]); t++) {
-            movers[count] = (int32_t)t;
-            count += kept[t];
-        }
+    for (int64_t t = stable ? 0 : keep; t < T; t++) {
+        movers[count] = (int32_t)t;
+        count += kept[t];
     }
-    for (int64_t n = 0; n < plan->num_target; n++)
-        for (int64_t i = 0; i < b; i++) {
-            const int64_t here = plan->held[n] * b + i;
-            const int stays = !plan->stable && plan->held[n] >= 0 && here < T && kept[here];
-            from[n * b + i] = stays ? (int32_t)here : *movers++;
-        }
+    for (int64_t i = 0; i < keep; i++)
+        from[i] = !stable && kept[i] ? (int32_t)i : *movers++;
 }
 
 ZP_INLINE void copy_row(float *to, const float *from, int64_t dim)
@@ -103,38 +70,28 @@ ZP_INLINE void copy_row(float *to, const float *from, int64_t dim)
         to[d] = from[d];
 }
 
-/* Fill the target blocks of one layer and head. */
+/* Fill the target blocks of one layer and head. A survivor never moves to a later slot, so that in
+ * slot order none is overwritten before it is read. */
 static void move_tokens(const struct zp_comp_cache *c, const struct zp_comp_job *job,
-                        const struct plan *plan, int64_t layer, int64_t head,
-                        const int32_t *from, const int32_t *position, const float *stored,
-                        float *staging)
+                        const int32_t *target, int64_t num_target, int64_t layer, int64_t head,
+                        const int32_t *from, const int32_t *position, const float *stored)
 {
     const int64_t b = c->block_size, dim = c->dim;
-    for (int64_t i = 0; plan->staged && i < plan->num_target * b; i++)
-        for (int value = 0; value < 2; value++)
-            copy_row(staging + (2 * i + value) * dim,
-                     zp_tile(c, layer, job->source[from[i] / b], value, head) + from[i] % b * dim,
-                     dim);
-    for (int64_t n = 0; n < plan->num_target; n++) {
-        float *keys = zp_tile(c, layer, plan->target[n], 0, head);
-        float *values = zp_tile(c, layer, plan->target[n], 1, head);
-        const int64_t state = zp_state(c, layer, plan->target[n], head);
+    for (int64_t n = 0; n < num_target; n++) {
+        float *keys = zp_tile(c, layer, target[n], 0, head);
+        float *values = zp_tile(c, layer, target[n], 1, head);
+        const int64_t state = zp_state(c, layer, target[n], head);
+        const int in_place = target[n] == job->source[n];
         for (int64_t i = 0; i < b; i++) {
             const int64_t t = from[n * b + i];
             c->scores[state + i] = stored ? stored[t] : 0.f;
             c->positions[state + i] = position[t];
-            if (plan->held[n] >= 0 && t == plan->held[n] * b + i)
+            if (in_place && t == n * b + i)
                 continue;
-            const float *key, *value;
-            if (plan->staged) {
-                key = staging + 2 * (n * b + i) * dim;
-                value = key + dim;
-            } else {
-                key = zp_tile(c, layer, job->source[t / b], 0, head) + t % b * dim;
-                value = zp_tile(c, layer, job->source[t / b], 1, head) + t % b * dim;
-            }
-            copy_row(keys + i * dim, key, dim);
-            copy_row(values + i * dim, value, dim);
+            copy_row(keys + i * dim, zp_tile(c, layer, job->source[t / b], 0, head) + t % b * dim,
+                     dim);
+            copy_row(values + i * dim, zp_tile(c, layer, job->source[t / b], 1, head) + t % b * dim,
+                     dim);
         }
     }
 }
@@ -144,51 +101,36 @@ static void move_tokens(const struct zp_comp_cache *c, const struct zp_comp_job 
  *
  * scores: final scores [L, H, T], larger is kept. stored: scores to store with the tokens, same
  * shape, or NULL for 0. The last `window` slots and positions below `protect_below` are kept
- * whatever their scores. Blocks that are not targets are only read.
+ * whatever their scores. Entry n of `target` is source block n, or a block that is no source block.
+ * Blocks that are not targets are only read.
  * Returns 0, or -1 if memory ran out, before anything was written. */
 int zp_comp_compact(const struct zp_comp_cache *c, const struct zp_comp_job *job,
                     const float *scores, const float *stored, const int32_t *target,
                     int64_t num_target, int64_t window, int32_t protect_below, int stable,
                     int threads)
 {
-    const int64_t b = c->block_size, T = job->length, keep = num_target * b;
+    const int64_t T = job->length, keep = num_target * c->block_size;
     const int64_t tasks = c->layers * c->kv_heads;
-    struct plan plan = {.target = target, .num_target = num_target, .stable = stable};
-    plan.held = malloc(sizeof(int64_t) * (size_t)num_target);
-    plan.is_target = calloc((size_t)job->num_source, 1);
-    char *memory = NULL;
-    size_t bytes = 0;
-    int failed = !plan.held || !plan.is_target;
-    if (!failed) {
-        make_plan(&plan, job);
-        /* positions, movers, from, keys, staging, kept */
-        bytes = sizeof(int32_t) * (size_t)(3 * T + 1 + keep) + (size_t)T
-            + (plan.staged ? sizeof(float) * (size_t)(2 * keep * c->dim) : 0);
-        bytes = (bytes + 63) / 64 * 64;
-        failed = !(memory = zp_scratch(bytes * (size_t)threads));
-    }
-    if (!failed) {
+    /* positions, movers, from, keys, kept */
+    const size_t bytes = (sizeof(int32_t) * (size_t)(3 * T + 1 + keep) + (size_t)T + 63) / 64 * 64;
+    char *memory = zp_scratch(bytes * (size_t)threads);
+    if (!memory)
+        return -1;
 #pragma omp parallel for schedule(static) num_threads(threads)
-        for (int part = 0; part < threads; part++) {
-            int32_t *position = (int32_t *)(memory + bytes * (size_t)part);
-            int32_t *movers = position + T, *from = movers + T + 1;
-            uint32_t *key = (uint32_t *)(from + keep);
-            float *staging = (float *)(key + T);
-            uint8_t *kept = (uint8_t *)(staging + (plan.staged ? 2 * keep * c->dim : 0));
-            for (int64_t task = tasks * part / threads; task < tasks * (part + 1) / threads;
-                 task++) {
-                const int64_t layer = task / c->kv_heads, head = task % c->kv_heads;
-                zp_read_positions(c, job, layer, head, position);
-                select_tokens(scores + task * T, position, T, keep, window, protect_below, key,
-                              kept);
-                plan_slots(&plan, kept, T, b, movers, from);
-                move_tokens(c, job, &plan, layer, head, from, position,
-                            stored ? stored + task * T : NULL, staging);
-            }
+    for (int part = 0; part < threads; part++) {
+        int32_t *position = (int32_t *)(memory + bytes * (size_t)part);
+        int32_t *movers = position + T, *from = movers + T + 1;
+        uint32_t *key = (uint32_t *)(from + keep);
+        uint8_t *kept = (uint8_t *)(key + T);
+        for (int64_t task = tasks * part / threads; task < tasks * (part + 1) / threads; task++) {
+            const int64_t layer = task / c->kv_heads, head = task % c->kv_heads;
+            zp_read_positions(c, job, layer, head, position);
+            select_tokens(scores + task * T, position, T, keep, window, protect_below, key, kept);
+            plan_slots(kept, T, keep, stable, movers, from);
+            move_tokens(c, job, target, num_target, layer, head, from, position,
+                        stored ? stored + task * T : NULL);
         }
     }
     free(memory);
-    free(plan.held);
-    free(plan.is_target);
-    return failed ? -1 : 0;
+    return 0;
 }

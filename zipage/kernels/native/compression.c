@@ -103,6 +103,16 @@ static void pack_columns(const float *a, int64_t lda, int64_t rows, int64_t dim,
 
 /* ---- attention of the window queries ------------------------------------------------------ */
 
+ZP_INLINE float lane_max(zp_vf v)
+{
+    float lanes[ZP_VL], best;
+    zp_store(lanes, v);
+    best = lanes[0];
+    for (int i = 1; i < ZP_VL; i++)
+        best = lanes[i] > best ? lanes[i] : best;
+    return best;
+}
+
 struct attention_scratch {
     float *panels;      /* queries, scaled */
     float *peak, *norm; /* [lanes] maximum of the logits; then sum of weights, then its inverse */
@@ -181,7 +191,7 @@ static void attention_head(const struct zp_comp_cache *c, const struct zp_comp_j
             }
             reduced = window_max ? zp_max(reduced, p) : reduced + p;
         }
-        out[t] = window_max ? zp_max_lane(reduced) : zp_sum(reduced);
+        out[t] = window_max ? lane_max(reduced) : zp_sum(reduced);
     }
 }
 

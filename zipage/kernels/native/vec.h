@@ -1,4 +1,4 @@
-/* Fixed-width float vectors on GCC and Clang vector extensions: no intrinsics, any architecture.
+/* Fixed-width float vectors on GCC and Clang vector extensions, for any architecture.
  *
  * ZP_VL is the number of floats of one hardware register. Wider vectors would compile too, but
  * compilers split two-operand shuffles of unsupported widths into scalar code.
@@ -8,6 +8,10 @@
 
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define ZP_VL 16
@@ -48,7 +52,19 @@ ZP_INLINE zp_vf zp_select(zp_vi mask, zp_vf a, zp_vf b) {
     return (zp_vf)(((zp_vi)a & mask) | ((zp_vi)b & ~mask));
 }
 
-ZP_INLINE zp_vf zp_max(zp_vf a, zp_vf b) { return zp_select(a > b, a, b); }
+/* The greater of each lane, b's where either is NaN. One instruction on x86, which compilers do not
+ * find by themselves. */
+ZP_INLINE zp_vf zp_max(zp_vf a, zp_vf b) {
+#if ZP_VL == 16
+    return _mm512_max_ps(a, b);
+#elif ZP_VL == 8
+    return _mm256_max_ps(a, b);
+#elif defined(__SSE2__)
+    return _mm_max_ps(a, b);
+#else
+    return zp_select(a > b, a, b);
+#endif
+}
 
 /* Lanes 0, 1, .. of a, then of b: one index list per result lane. */
 #if defined(__clang__) || __GNUC__ >= 12
@@ -71,7 +87,7 @@ ZP_INLINE zp_vf zp_max(zp_vf a, zp_vf b) { return zp_select(a > b, a, b); }
 #define ZP_HALF_1(v) ZP_SHUFFLE(v, v, 1, 0, 3, 2)
 #endif
 
-/* Horizontal sum and maximum: a fixed tree, so the result depends on the lanes alone. */
+/* Horizontal sum: a fixed tree, so the result depends on the lanes alone. */
 ZP_INLINE float zp_sum(zp_vf v) {
 #if ZP_VL >= 16
     v = v + ZP_HALF_8(v);
@@ -84,22 +100,10 @@ ZP_INLINE float zp_sum(zp_vf v) {
     return v[0];
 }
 
-ZP_INLINE float zp_max_lane(zp_vf v) {
-#if ZP_VL >= 16
-    v = zp_max(v, ZP_HALF_8(v));
-#endif
-#if ZP_VL >= 8
-    v = zp_max(v, ZP_HALF_4(v));
-#endif
-    v = zp_max(v, ZP_HALF_2(v));
-    v = zp_max(v, ZP_HALF_1(v));
-    return v[0];
-}
-
-/* 2^x for x <= 0 by a minimax polynomial, relative error < 2e-7; exactly 1 at 0, 0 below -126 and for NaN. */
+/* 2^x for x <= 0 by a minimax polynomial, relative error < 2e-7; exactly 1 at 0, 0 below -126.5
+ * and for NaN. */
 ZP_INLINE zp_vf zp_exp2_neg(zp_vf x) {
-    const zp_vi keep = x > zp_set1(-126.0f);
-    x = (zp_vf)((zp_vi)x & keep);
+    x = zp_max(x, zp_set1(-127.0f));
     /* Rounding to the nearest integer: truncation goes towards zero, and x is not positive. */
     const zp_vi n = __builtin_convertvector(x - zp_set1(0.5f), zp_vi);
     const zp_vf f = x - __builtin_convertvector(n, zp_vf);
@@ -110,8 +114,7 @@ ZP_INLINE zp_vf zp_exp2_neg(zp_vf x) {
     p = p * f + zp_set1(0.240226477f);
     p = p * f + zp_set1(0.693147182f);
     p = p * f + zp_set1(1.0f);
-    const zp_vf scale = (zp_vf)((n + 127) << 23);
-    return (zp_vf)((zp_vi)(p * scale) & keep);
+    return p * (zp_vf)((n + 127) << 23); /* n = -127 gives the bits of 0 */
 }
 
 /* In-lane and cross-lane steps of a transpose; "lane" is a group of four floats here. */
@@ -135,6 +138,20 @@ ZP_INLINE zp_vf zp_exp2_neg(zp_vf x) {
 #define ZP_PAIR_LO(a, b) ZP_SHUFFLE(a, b, 0, 1, 4, 5)
 #define ZP_PAIR_HI(a, b) ZP_SHUFFLE(a, b, 2, 3, 6, 7)
 #endif
+
+/* The maximum of each of four vectors, in lanes 0 to 3 and again in every following four. */
+ZP_INLINE zp_vf zp_max_of_four(zp_vf a, zp_vf b, zp_vf c, zp_vf d) {
+    const zp_vf ab = zp_max(ZP_ZIP_LO(a, b), ZP_ZIP_HI(a, b));
+    const zp_vf cd = zp_max(ZP_ZIP_LO(c, d), ZP_ZIP_HI(c, d));
+    zp_vf v = zp_max(ZP_PAIR_LO(ab, cd), ZP_PAIR_HI(ab, cd));
+#if ZP_VL >= 16
+    v = zp_max(v, ZP_HALF_8(v));
+#endif
+#if ZP_VL >= 8
+    v = zp_max(v, ZP_HALF_4(v));
+#endif
+    return v;
+}
 
 /* out[i * stride + t] = rows[t * row + i] for i, t < ZP_VL: a square transposed in registers. */
 ZP_INLINE void zp_transpose(const float *rows, int64_t row, float *out, int64_t stride) {

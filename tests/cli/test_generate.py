@@ -1,0 +1,253 @@
+"""`zipage generate` on zipage-tiny."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from zipage import LLM, EngineDeadError, SamplingParams
+from zipage.cli import app
+from zipage.cli.generate import model_sampling_defaults
+from zipage.engine.engine import LLMEngine
+
+PROBLEM = "Add these numbers.\n#1 74\n#2 79\nWhat is the sum (#1-#2)? No checks."
+#: A small pool: the default one takes longer to allocate than all the rest.
+POOL = ["--num-kv-blocks", "64"]
+
+
+def generate(*args: str, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, ["generate", *POOL, *args], input=stdin, catch_exceptions=False)
+
+
+def write_jsonl(path: Path, records: list[Any]) -> str:
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+@pytest.fixture(scope="module")
+def answer() -> str:
+    with LLM(num_kv_blocks=64) as llm:
+        output = llm.chat([{"role": "user", "content": PROBLEM}])[0]
+    assert "\\boxed{153}" in output.outputs[0].text
+    return output.outputs[0].text
+
+
+def test_a_prompt_is_answered_through_the_chat_template(answer: str) -> None:
+    result = generate(PROBLEM)
+    assert result.exit_code == 0
+    assert result.stdout == answer + "\n"
+    assert result.stderr == ""
+
+
+def test_raw_leaves_the_template_out(answer: str) -> None:
+    result = generate(PROBLEM, "--raw", "--max-tokens", "8")
+    with LLM(num_kv_blocks=64) as llm:
+        raw = llm.generate(PROBLEM, SamplingParams(temperature=0, max_tokens=8))[0]
+    assert result.stdout == raw.outputs[0].text + "\n"
+    assert not answer.startswith(raw.outputs[0].text)
+
+
+def test_standard_input_and_text_files_are_one_prompt(answer: str, tmp_path: Path) -> None:
+    assert generate(stdin=PROBLEM + "\n").stdout == answer + "\n"
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROBLEM + "\n")
+    assert generate("--file", str(file)).stdout == answer + "\n"
+
+
+def test_jsonl_in_and_out(answer: str, tmp_path: Path) -> None:
+    source = write_jsonl(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "text", "prompt": PROBLEM, "metadata": {"answer": 153}},
+            {"id": "chat", "messages": [{"role": "user", "content": PROBLEM}], "max_tokens": 4},
+            {"id": "ids", "prompt_token_ids": [10, 20, 30], "ignore_eos": True, "n": 2},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    result = generate("-f", source, "-o", str(out), "--token-ids", "--max-tokens", "100")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    text, chat, ids = read_jsonl(out)
+    assert [r["id"] for r in (text, chat, ids)] == ["text", "chat", "ids"]
+    assert (text["prompt"], text["text"], text["finish_reason"]) == (PROBLEM, answer, "stop")
+    assert text["metadata"] == {"answer": 153}
+    assert text["usage"]["completion_tokens"] == len(text["token_ids"])
+    assert text["metrics"]["peak_blocks"] == 2
+    # A record's own options come before those of the command line.
+    assert (chat["usage"]["completion_tokens"], chat["finish_reason"]) == (4, "length")
+    assert answer.startswith(chat["text"])
+    assert [len(o["token_ids"]) for o in ids["outputs"]] == [100, 100]
+
+
+def test_a_bad_record_does_not_stop_the_others(tmp_path: Path) -> None:
+    good = {"prompt_token_ids": [10, 20], "max_tokens": 2, "ignore_eos": True}
+    source = write_jsonl(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "first", **good},
+            "oops",
+            {"id": "typo", "prompt": "x", "max_token": 3},
+            {"id": "value", "prompt": "x", "temperature": "hot"},
+            {"id": "vocabulary", "prompt_token_ids": [1, 320]},
+            {"id": "last", **good},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    result = generate("-f", source, "-o", str(out))
+    assert result.exit_code == 1
+    records = read_jsonl(out)
+    assert [r["id"] for r in records] == ["first", 1, "typo", "value", "vocabulary", "last"]
+    assert ["error" in r for r in records] == [False, True, True, True, True, False]
+    assert [r["line"] for r in records if "error" in r] == [2, 3, 4, 5]
+    for line, word in ((2, "JSON"), (3, "max_tokens"), (4, "temperature='hot'"), (5, "320")):
+        assert any(f"line {line}: " in e and word in e for e in result.stderr.splitlines())
+
+
+def test_many_answers_go_to_standard_output_as_jsonl(tmp_path: Path) -> None:
+    records = [{"prompt_token_ids": [10 + i], "max_tokens": 9 - i} for i in range(6)]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    result = generate("-f", source, "--ignore-eos")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    # The last one ends first, and is written last.
+    assert [r["id"] for r in lines] == list(range(6))
+    assert [r["usage"]["completion_tokens"] for r in lines] == [9, 8, 7, 6, 5, 4]
+    piped = generate("--format", "jsonl", "--ignore-eos", stdin=Path(source).read_text())
+    texts = [r["text"] for r in lines]
+    assert [json.loads(line)["text"] for line in piped.stdout.splitlines()] == texts
+
+
+def test_sampling_options_reach_the_engine() -> None:
+    same = ["--temperature", "5", "--seed", "3", "--max-tokens", "20", "--ignore-eos", "--raw"]
+    first, second = generate("x", *same), generate("x", *same)
+    other = generate("x", *same, "--seed", "4")
+    assert first.stdout == second.stdout != other.stdout
+    stopped = generate(PROBLEM, "--stop", "Answer", "--include-stop-str-in-output")
+    assert stopped.stdout.endswith("Answer\n")
+    several = generate(PROBLEM, "--n", "2", "--max-tokens", "3").stdout.removesuffix("\n")
+    assert several.split("\n\n")[0] == several.split("\n\n")[1]
+
+
+def test_the_models_generation_config_decides_what_is_not_given() -> None:
+    assert model_sampling_defaults({}) == {"temperature": 0.0}
+    assert model_sampling_defaults({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0}
+    qwen = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert model_sampling_defaults({**qwen, "max_new_tokens": 10}) == expected
+    assert model_sampling_defaults({"do_sample": True}) == {"temperature": 1.0}
+    SamplingParams.from_dict(model_sampling_defaults(qwen))
+
+
+@pytest.mark.parametrize("asynchronous", ["--async-compression", "--no-async-compression"])
+def test_an_interrupt_writes_what_is_finished(
+    asynchronous: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3, 400, 6, 400]
+    records = [{"id": n, "prompt_token_ids": [9], "max_tokens": n} for n in lengths]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    out = tmp_path / "out.jsonl"
+    steps = 0
+    step = LLMEngine.step
+
+    def counted(engine: LLMEngine) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 180:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", counted)
+    threads, handler = threading.active_count(), signal.getsignal(signal.SIGINT)
+    options = ["--ignore-eos", "--kv-budget", "64", asynchronous]
+    result = generate("-f", source, "-o", str(out), *options)
+    assert result.exit_code == 130
+    assert steps == 180
+    assert [r["id"] for r in read_jsonl(out)] == [3, 6]
+    assert "2 of 4" in result.stderr
+    assert threading.active_count() == threads
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_single_prompt_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LLMEngine.step
+
+    def interrupted(engine: LLMEngine) -> Any:
+        outputs = step(engine)
+        if engine.stats().generated_tokens == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return outputs
+
+    monkeypatch.setattr(LLMEngine, "step", interrupted)
+    result = generate(PROBLEM)
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert result.stdout.startswith("#1 74") and result.stdout.endswith("\n")
+
+
+def test_when_the_engine_dies_the_answers_so_far_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"prompt_token_ids": [9], "max_tokens": n} for n in (2, 50)]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    out = tmp_path / "out.jsonl"
+    from zipage.engine.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+    calls = 0
+
+    def failing(scheduler: Scheduler) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("a bug")
+        return schedule(scheduler)
+
+    monkeypatch.setattr(Scheduler, "schedule", failing)
+    result = generate("-f", source, "-o", str(out), "--ignore-eos")
+    assert result.exit_code == 2
+    assert "a bug" in result.stderr
+    done, failed = read_jsonl(out)
+    assert done["finish_reason"] == "length" and "error" not in done
+    assert failed["finish_reason"] == "error" and "a bug" in failed["error"]
+    assert issubclass(EngineDeadError, Exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "word"),
+    [
+        (["hello", "--file", "x.txt"], None, "not both"),
+        (["--file", "no-such-file.txt"], None, "can't be read"),
+        ([], "", "no prompt"),
+        (["hello", "--output", "no-such-folder/out.jsonl"], None, "can't be written"),
+    ],
+)
+def test_usage_errors(args: list[str], stdin: str | None, word: str) -> None:
+    result = generate(*args, stdin=stdin)
+    assert result.exit_code == 2
+    assert word in result.output
+
+
+def test_an_interrupt_while_loading_ends_the_process() -> None:
+    # The signal comes in the middle of an import, where a KeyboardInterrupt does not get through.
+    code = (
+        "import os, signal, sys\n"
+        "import zipage.cli\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "zipage.cli.app(['generate', 'hello'])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr == b""

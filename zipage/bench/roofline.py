@@ -1,0 +1,81 @@
+"""The least time that memory bandwidth allows for a run, and the bandwidth itself, measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from zipage.models.decoder import Decoder
+
+#: Beyond any cache, so that it is memory that is measured.
+_COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+_COPIES = 7
+
+
+def measure_copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written together, of copying a large tensor on a device.
+
+    The median of some copies, with torch's current number of threads.
+    """
+    size = _COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    times = []
+    for _ in range(_COPIES):
+        _synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return 2 * size / statistics.median(times)
+
+
+def weight_bytes_per_step(model: Decoder) -> int:
+    """Bytes of the weights that a forward pass reads.
+
+    All but the embedding table, of which it reads a row per token, unless that is the output
+    head as well.
+    """
+    unread = 0 if model.config.tie_word_embeddings else _bytes(model.embed_weight)
+    return sum(_bytes(weight) for weight in model.parameters()) - unread
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Memory traffic that a run can't do without, in bytes, and the bandwidth.
+
+    Attributes:
+        weight_bytes: the weights, once per step.
+        kv_read_bytes: keys and values of all tokens attended to, once per step and request.
+        kv_moved_bytes: tokens moved by compressions, read and written: one for each evicted
+            token, whose place it takes, at most.
+        bandwidth: of a copy on the same device, bytes per second.
+    """
+
+    weight_bytes: int
+    kv_read_bytes: int
+    kv_moved_bytes: int
+    bandwidth: float
+
+    @property
+    def total_bytes(self) -> int:
+        """All traffic."""
+        return self.weight_bytes + self.kv_read_bytes + self.kv_moved_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Time of that traffic at the measured bandwidth."""
+        return self.total_bytes / self.bandwidth
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

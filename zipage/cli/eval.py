@@ -1,0 +1,203 @@
+"""`zipage eval`: accuracy by policy and budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from zipage.cli.options import engine_options, with_options
+from zipage.cli.progress import EngineProgress
+from zipage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zipage.engine.core import EngineStats
+    from zipage.evals.problems import Problem
+    from zipage.evals.runner import Cell, CellResult
+
+#: Engine options that the table's cells, or this command's own options, set.
+_OWN = {"kv_budget", "compression", "policy_options", "seed"}
+#: Shortest chain of thought of generated problems; below the budget there is nothing to evict.
+_GENERATED_MIN_TOKENS = 1000
+
+
+@with_options("engine", [option for option in engine_options() if option.name not in _OWN])
+def evaluate(
+    *,
+    problems: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL file with prompt (or problem) and answer, and perhaps id, family and "
+            "cot_tokens. Generated problems if none is given."
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Number of generated problems.")] = 48,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Shortest reference chain of thought, in tokens. "
+            f"Default: {_GENERATED_MIN_TOKENS} for generated problems, 0 for those of a file."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of the generated problems and of the random policy.")
+    ] = 0,
+    budgets: Annotated[
+        str, typer.Option(help="Values of kv_budget, in tokens, separated by commas.")
+    ] = "1024,512,384,256",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="Separated by commas; knobs follow a name as name:option=value:option=value."
+        ),
+    ] = "full,zipage,rkv,streaming,random",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 4096,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of finished cells: one that lies there with equal settings is not run "
+            "again."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every cell and answer to this file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables to this file, as Markdown.")
+    ] = None,
+    engine: dict[str, Any],
+) -> None:
+    """Count right answers by eviction policy and KV budget.
+
+    Problems go through the model's chat template and are answered greedily, all in one batch for
+    each policy and budget. An answer is right if the last \\boxed{...} of the reply is exactly
+    the reference. Exit code 1 if a request failed.
+    """
+    from zipage.evals.machine import describe_machine
+    from zipage.evals.report import accuracy_rows, detail_rows, terminal_table
+    from zipage.evals.report import markdown as markdown_report
+    from zipage.evals.runner import plan_cells, run_cells
+
+    console = Console(soft_wrap=True)
+    chosen, source = _choose_problems(problems, count, min_tokens, seed)
+    cells = plan_cells(_split(policies), _budgets(budgets))
+    options = {**engine, "seed": seed}
+    console.print(f"{source}; {len(cells)} cells", highlight=False)
+    with _CellProgress(len(chosen)) as progress:
+        results: list[CellResult] = []
+        for result, found in run_cells(cells, chosen, options, max_tokens, out, progress):
+            results.append(result)
+            progress.clear()
+            console.print(_one_line(result, found), highlight=False, markup=False)
+    console.print(terminal_table(accuracy_rows(results), "Right answers"))
+    console.print(terminal_table(detail_rows(results), "Cells"))
+    machine = describe_machine(engine["device"])
+    if markdown is not None:
+        markdown.write_text(
+            markdown_report(results, _description(source, engine, max_tokens, machine)),
+            encoding="utf-8",
+        )
+    if json_file is not None:
+        record = {
+            "problems": source,
+            "machine": machine,
+            "cells": [result.to_dict() for result in results],
+        }
+        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    failed = sum(result.errors for result in results)
+    if failed:
+        console.print(f"[red]{failed} requests failed")
+        raise typer.Exit(1)
+
+
+class _CellProgress:
+    """A progress bar for the cell that runs."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._cell: Cell | None = None
+        self._bar: EngineProgress | None = None
+
+    def __enter__(self) -> _CellProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def __call__(self, cell: Cell, stats: EngineStats) -> None:
+        if cell is not self._cell or self._bar is None:
+            self.clear()
+            budget = "" if cell.budget is None else f" {cell.budget}"
+            self._cell = cell
+            self._bar = EngineProgress(self._total, f"{cell.label}{budget}")
+            self._bar.__enter__()
+        if self._bar.due:
+            self._bar.update(stats, self._total - stats.running - stats.waiting)
+
+    def clear(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+            self._bar = None
+
+
+def _choose_problems(
+    file: Path | None, count: int, min_tokens: int | None, seed: int
+) -> tuple[list[Problem], str]:
+    from zipage.evals.problems import generate_problems, load_problems
+
+    if file is not None:
+        least = min_tokens or 0
+        chosen = load_problems(file, least)
+        source = f"{len(chosen)} problems of {file.name}"
+    else:
+        least = _GENERATED_MIN_TOKENS if min_tokens is None else min_tokens
+        chosen = generate_problems(count, seed, min_tokens=least)
+        source = f"{count} generated problems, seed {seed}"
+    lengths = [p.cot_tokens for p in chosen if p.cot_tokens]
+    if lengths:
+        source += (
+            f", reference chains of thought of {min(lengths)} to {max(lengths)} tokens "
+            f"(mean {sum(lengths) / len(lengths):.0f})"
+        )
+    return chosen, source
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _budgets(text: str) -> list[int]:
+    try:
+        return [int(part) for part in _split(text)]
+    except ValueError:
+        raise ConfigError(
+            f"budgets={text!r} must be integers separated by commas, such as 1024,512"
+        ) from None
+
+
+def _one_line(result: CellResult, found: bool) -> str:
+    budget = "" if result.cell.budget is None else f" {result.cell.budget}"
+    line = (
+        f"{result.cell.label}{budget}: {result.right}/{result.total} right, "
+        f"{result.truncated} truncated, {result.errors} failed, "
+        f"{result.tokens_per_second:,.0f} tokens/s, {result.wall_seconds:.1f} s"
+    )
+    return line + (" (finished earlier)" if found else "")
+
+
+def _description(
+    source: str, engine: dict[str, Any], max_tokens: int, machine: dict[str, str | int]
+) -> list[str]:
+    model = engine["model"] or "zipage-tiny (embedded)"
+    return [
+        f"Model {model}, dtype {engine['dtype']}, greedy, at most {max_tokens} tokens per reply.",
+        f"{source}.",
+        f"Block size {engine['block_size']}, window {engine['window']}, "
+        f"{engine['num_sinks']} sinks, prompt protection {engine['protect_prompt']:g}.",
+        f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"zipage {machine['zipage']}.",
+    ]
