@@ -46,7 +46,9 @@ def run_one(args: argparse.Namespace) -> None:
     if args.problems:
         problems = load_problems(args.problems, args.min_tokens)
     else:
-        problems = generate_problems(args.count, args.seed, args.min_tokens, args.max_tokens)
+        problems = generate_problems(
+            args.count, args.seed, min_tokens=args.min_tokens, max_tokens=args.max_tokens
+        )
     defaults = {"device": args.device, "dtype": "float32", "max_num_seqs": len(problems)}
     block_size = int(options.get("block_size", 64))
     defaults["num_kv_blocks"] = args.pool_tokens // block_size

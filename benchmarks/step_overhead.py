@@ -104,13 +104,15 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=64, help="most prompt tokens")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-budget", type=int, default=512)
     parser.add_argument("--sample", dest="greedy", action="store_false", help="not greedy")
     parser.add_argument("--stream", action="store_true", help="every request streams its text")
     parser.add_argument("--profile", action="store_true", help="print cProfile's view")
     parser.add_argument("--json", type=Path, help="write the medians to this file")
     args = parser.parse_args()
-    with LLM(kv_budget=args.kv_budget, max_num_seqs=max(args.requests, 1), seed=0) as llm:
+    options = {"kv_budget": args.kv_budget, "max_num_seqs": args.requests, "dtype": args.dtype}
+    with LLM(**options) as llm:
         parts = measure(llm, args)
     medians = {part: statistics.median(times) for part, times in parts.items()}
     overhead = [

@@ -65,7 +65,8 @@ class EngineConfig:
             KV unless a request has its own budget.
         compression: policy that chooses the tokens to evict; ``full`` never evicts any.
         policy_options: the policy's knobs, see docs/compression.md.
-        window: last tokens whose queries score the cache; they are never evicted.
+        window: last tokens whose queries score the cache; they are never evicted. None for the
+            policy's default (24 for ``zipage``, 16 for the others), at most `block_size`.
         num_query_slots: requests that may collect window queries at once; None for half of
             `max_num_seqs`, at least 8.
         compaction: ``holes`` (least moves) or ``stable`` (survivors keep their order).
@@ -97,7 +98,7 @@ class EngineConfig:
     kv_budget: int | None = 2048
     compression: str = "zipage"
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    window: int = 16
+    window: int | None = None
     num_query_slots: int | None = None
     compaction: str = "holes"
     num_sinks: int = 0
@@ -138,7 +139,8 @@ class EngineConfig:
         self._check_int("block_size", 16)
         if self.block_size % 16:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16")
-        self._check_int("window", 1, self.block_size)
+        if self.window is not None:
+            self._check_int("window", 1, self.block_size)
         self._check_int("max_num_seqs", 1)
         self._check_int("max_num_batched_tokens", 1)
         self._check_int("num_sinks", 0)
@@ -157,11 +159,11 @@ class EngineConfig:
                 raise ConfigError(
                     "kv_cache_memory and num_kv_blocks both set the pool's size: give one"
                 )
-        self.check_budget(self.kv_budget)
         if self.compression != FULL:
             from zipage.compression.policies import make_policy
 
             make_policy(self.compression, self.policy_options)
+            self.check_budget(self.kv_budget)
         elif self.policy_options:
             raise ConfigError("policy_options has no meaning with compression='full'")
 
@@ -174,7 +176,8 @@ class EngineConfig:
         if kv_budget is None:
             return
         b = self.block_size
-        smallest = -(-(self.window + self.num_sinks) // b) * b
+        window = self.resolved_window
+        smallest = -(-(window + self.num_sinks) // b) * b
         if (
             isinstance(kv_budget, bool)
             or not isinstance(kv_budget, int)
@@ -183,7 +186,7 @@ class EngineConfig:
         ):
             raise ConfigError(
                 f"kv_budget={kv_budget!r} must be a multiple of block_size={b}, at least "
-                f"{smallest} tokens (the window of {self.window} and {self.num_sinks} sinks, "
+                f"{smallest} tokens (the window of {window} and {self.num_sinks} sinks, "
                 f"in whole blocks); a request then owns kv_budget/{b} + 1 blocks"
             )
 
@@ -193,6 +196,15 @@ class EngineConfig:
         return self.compression != FULL
 
     @property
+    def resolved_window(self) -> int:
+        """Tokens of the window."""
+        if self.window is not None:
+            return self.window
+        from zipage.compression.policies import default_window
+
+        return min(default_window(self.compression), self.block_size)
+
+    @property
     def resolved_query_slots(self) -> int:
         """Number of query slots; 0 when nothing is compressed."""
         if not self.compresses:
@@ -200,6 +212,12 @@ class EngineConfig:
         if self.num_query_slots is not None:
             return self.num_query_slots
         return max(8, self.max_num_seqs // 2)
+
+    def compresses_beside(self, device_type: str) -> bool:
+        """Whether compression runs beside decoding on such a device."""
+        if self.async_compression is None:
+            return device_type == "cuda"
+        return self.async_compression
 
     def max_blocks_of(self, kv_budget: int | None) -> int | None:
         """N_max of a budget."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from zipage.config import EngineConfig
 from zipage.engine.core import EngineStats
@@ -25,8 +25,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)]
+    return cast("list[Prompt]", list(prompts))
 
 
 class LLM:

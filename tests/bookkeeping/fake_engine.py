@@ -241,12 +241,14 @@ class FakeEngine:
                     self.scheduler.finish(request)
                     self._end(request, "finished")
 
-    def run(self, max_steps: int) -> None:
-        """Step until nothing is left; fails if that takes more than `max_steps` steps in all."""
+    def run(self, max_steps: int = 1000) -> None:
+        """Step until nothing is left, within `max_steps` steps, and check what came out."""
+        last = self.steps + max_steps
         while self.scheduler.has_unfinished:
             self.step()
-            assert self.steps <= max_steps, f"{self.steps} steps: {self.describe()}"
+            assert self.steps <= last, f"more than {max_steps} steps: {self.describe()}"
         self.check_drained()
+        self.check_texts()
 
     # ------------------------------------------------------------------ forward pass
 
@@ -461,8 +463,7 @@ class FakeEngine:
         s.check_integrity()
         for block in range(self.config.num_blocks):
             self._check_hashed(block, self.pool.block_hash(block))
-        self.pool.clear_cached()
-        assert self.pool.num_free == self.config.num_blocks
+        assert self.pool.num_free + self.pool.num_cached == self.config.num_blocks
 
     def check_texts(self) -> None:
         """Every ended request had the text and the caches of its solo run, up to its end."""
@@ -489,3 +490,20 @@ class FakeEngine:
             f"running {[line(r) for r in s.running]} waiting {[line(r) for r in s.waiting]} "
             f"free={self.pool.num_free} cached={self.pool.num_cached} {s.counters}"
         )
+
+
+def make_engine(delay: int = 0, compaction: str = "stable", **options: object) -> FakeEngine:
+    """A small engine, ample unless `options` of the scheduler say otherwise."""
+    config: dict[str, object] = dict(
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        num_query_slots=4,
+    )
+    config.update(options)
+    return FakeEngine(
+        SchedulerConfig(**config),  # type: ignore[arg-type]
+        compaction=compaction,
+        delay=lambda: delay,
+    )

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.cli.invoke import Invocation, invoke
 from zipage import LLM, ConfigError, ZipageError
 from zipage.bench.offline import median_result, run_offline, speed_ratio
 from zipage.bench.roofline import Roofline, measure_copy_bandwidth, weight_bytes_per_step
 from zipage.bench.workloads import BenchRequest, check_lengths, make_workload
-from zipage.cli import app
 from zipage.engine.engine import LLMEngine
 
 #: Fewer requests and shorter texts than any preset.
@@ -174,13 +173,8 @@ def test_there_must_be_something_to_compare() -> None:
         run_offline(full, [BenchRequest([1], 1)], compare_full=True)
 
 
-def bench(*args: str) -> Any:
-    return CliRunner().invoke(
-        app,
-        ["bench", "offline", "--num-kv-blocks", "64", "--max-num-seqs", "8", *args],
-        env={"COLUMNS": "100"},
-        catch_exceptions=False,
-    )
+def bench(*args: str) -> Invocation:
+    return invoke("bench", "offline", "--num-kv-blocks", "64", "--max-num-seqs", "8", *args)
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:

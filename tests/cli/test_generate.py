@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from zipage import LLM, EngineDeadError, SamplingParams
-from zipage.cli import app
+from tests.cli.invoke import Invocation, invoke
+from zipage import LLM, SamplingParams
 from zipage.cli.generate import model_sampling_defaults
 from zipage.engine.engine import LLMEngine
 
@@ -22,8 +21,8 @@ PROBLEM = "Add these numbers.\n#1 74\n#2 79\nWhat is the sum (#1-#2)? No checks.
 POOL = ["--num-kv-blocks", "64"]
 
 
-def generate(*args: str, stdin: str | None = None) -> Any:
-    return CliRunner().invoke(app, ["generate", *POOL, *args], input=stdin, catch_exceptions=False)
+def generate(*args: str, stdin: str | None = None) -> Invocation:
+    return invoke("generate", *POOL, *args, stdin=stdin)
 
 
 def write_jsonl(path: Path, records: list[Any]) -> str:
@@ -218,7 +217,6 @@ def test_when_the_engine_dies_the_answers_so_far_are_kept(
     done, failed = read_jsonl(out)
     assert done["finish_reason"] == "length" and "error" not in done
     assert failed["finish_reason"] == "error" and "a bug" in failed["error"]
-    assert issubclass(EngineDeadError, Exception)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from zipage.cli import app
+from tests.cli.invoke import invoke
 
 #: The shape of Qwen3-8B.
 QWEN3_8B = {
@@ -28,7 +27,7 @@ QWEN3_8B = {
 
 
 def facts(*args: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["info", *args, "--json"], catch_exceptions=False)
+    result = invoke("info", *args, "--json")
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -83,12 +82,12 @@ def test_without_a_budget_there_is_no_such_column() -> None:
     assert found["kv_budget"] is None
     assert all(row["with_budget"] is None for row in found["fits"])
     assert len(found["fits"]) > 1
-    result = CliRunner().invoke(app, ["info", "--compression", "full"])
+    result = invoke("info", "--compression", "full")
     assert "budget" not in result.output and "KV per token" in result.output
 
 
 def test_tables() -> None:
-    result = CliRunner().invoke(app, ["info"], env={"COLUMNS": "120"})
+    result = invoke("info")
     assert result.exit_code == 0
     for word in ("Qwen3ForCausalLM", "7,427,328", "8.0 KiB", "budget 2,048", "8,192 tokens"):
         assert word in result.output
@@ -96,6 +95,6 @@ def test_tables() -> None:
 
 @pytest.mark.parametrize("args", [["--length", "9000"], ["--max-model-len", "100000"]])
 def test_lengths_beyond_the_model_are_refused(args: list[str]) -> None:
-    result = CliRunner().invoke(app, ["info", *args])
+    result = invoke("info", *args)
     assert result.exit_code == 2
     assert "8192" in result.stderr

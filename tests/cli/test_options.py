@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 from typer.main import get_command
-from typer.testing import CliRunner
 
+from tests.cli.invoke import invoke
 from zipage.cli import app
 from zipage.cli.options import (
     ENGINE_OWNS,
@@ -45,7 +45,7 @@ def parsed_engine_options(*args: str) -> dict[str, Any]:
     def command(*, engine: dict[str, Any]) -> None:
         seen.update(engine)
 
-    result = CliRunner().invoke(probe, list(args), catch_exceptions=False)
+    result = invoke(*args, command=probe)
     assert result.exit_code == 0, result.output
     return seen
 
@@ -114,7 +114,7 @@ def test_an_assignment_given_twice_is_refused() -> None:
 
 
 def test_a_value_that_is_no_number_is_a_usage_error() -> None:
-    result = CliRunner().invoke(app, ["generate", "x", "--kv-budget", "many"])
+    result = invoke("generate", "x", "--kv-budget", "many")
     assert result.exit_code == 2
     assert "kv-budget" in result.output
 
@@ -134,7 +134,7 @@ def test_a_value_that_is_no_number_is_a_usage_error() -> None:
 def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(
     args: list[str], words: list[str]
 ) -> None:
-    result = CliRunner().invoke(app, ["generate", "hello", *args])
+    result = invoke("generate", "hello", *args)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("Error: ")
@@ -163,5 +163,5 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_version() -> None:
     from zipage import __version__
 
-    result = CliRunner().invoke(app, ["--version"])
+    result = invoke("--version")
     assert result.output == f"zipage {__version__}\n"

@@ -34,7 +34,7 @@ def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[i
 VARIANTS = {
     "batched": {},
     "async": {"async_compression": True},
-    "stable compaction": {"compaction": "stable"},
+    "stable compaction": {"compaction": "stable", "num_kv_blocks": 40},
     "tight pool": {"num_kv_blocks": 24},
     "tight pool, optimistic": {"num_kv_blocks": 24, "admission": "optimistic"},
     "one slot": {"num_query_slots": 1},
@@ -57,6 +57,9 @@ def test_schedule_does_not_change_text(
     params: list[SamplingParams],
     alone: list[list[int]],
 ) -> None:
+    if "compaction" in VARIANTS[name]:
+        # The other slot order means other blocks, and so another lightning redundancy.
+        alone = run_alone(prompts, params, compaction="stable")
     with make_llm(**VARIANTS[name]) as llm:
         outputs = llm.generate(prompts, params)
         again = llm.generate(prompts, params)  # now with prefix hits, where there is a cache
@@ -98,8 +101,10 @@ def test_within_budget_equals_full_kv(prompts: list[list[int]]) -> None:
     with make_llm(kv_budget=1024) as llm:
         outputs = llm.generate(prompts, params)
         off = llm.generate(
-            prompts, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=3,
-                                    compression="off"),
+            prompts,
+            SamplingParams(
+                temperature=0.0, max_tokens=200, ignore_eos=True, logprobs=3, compression="off"
+            ),
         )
         assert llm.stats().compressions == 0
     for one, other, third in zip(expected, outputs, off, strict=True):

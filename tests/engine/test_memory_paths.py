@@ -109,7 +109,7 @@ def test_request_that_fits_the_model_but_not_the_pool(text: list[int]) -> None:
 
 
 def test_large_request_waits_with_small_ones_behind_it(text: list[int]) -> None:
-    options = dict(compression="full", kv_budget=None)
+    options = {"compression": "full", "kv_budget": None}
     prompts = [text[:30], text[30:150], text[150:160], text[160:175]]
     params = [greedy(60), greedy(30), greedy(5), greedy(5)]
     expected = run_alone(prompts, params, **options)

@@ -25,14 +25,15 @@ def catalogue() -> list[list[int]]:
 
 def _options(rng: random.Random) -> dict[str, object]:
     block_size = rng.choice([16, 16, 32])
-    return dict(
-        block_size=block_size,
-        kv_budget=block_size * rng.choice([1, 2, 4]),
-        window=rng.choice([8, 16]),
-        num_query_slots=rng.choice([1, 2, 8]),
-        compaction=rng.choice(["holes", "stable"]),
-        bounded_prefill=rng.random() < 0.3,
-    )
+    return {
+        "block_size": block_size,
+        "kv_budget": block_size * rng.choice([1, 2, 4]),
+        "window": rng.choice([8, 16]),
+        "num_query_slots": rng.choice([1, 2, 8]),
+        "compaction": rng.choice(["holes", "stable"]),
+        "bounded_prefill": rng.random() < 0.3,
+        "compression": rng.choice(["zipage", "zipage", "zipage-paper", "rkv", "streaming"]),
+    }
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -87,9 +88,7 @@ def _drive(
             i = todo.pop(0)
             prompt, length, off = picks[i]
             params: SamplingParams = greedy(length, compression="off" if off else None)
-            engine.add_request(
-                catalogue[prompt], params, str(i), priority=rng.choice([0, 0, 1])
-            )
+            engine.add_request(catalogue[prompt], params, str(i), priority=rng.choice([0, 0, 1]))
         for output in engine.step():
             assert output.error is None, output.error
             finished[output.request_id] = output.outputs[0].token_ids

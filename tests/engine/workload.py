@@ -36,15 +36,15 @@ def prompt_ids(llm: LLM, steps: int, seed: int) -> list[int]:
 
 def make_llm(**options: Any) -> LLM:
     """An engine on zipage-tiny with small blocks and budget."""
-    defaults: dict[str, Any] = dict(
-        device="cpu",
-        block_size=16,
-        kv_budget=64,
-        num_kv_blocks=400,
-        max_num_seqs=32,
-        max_num_batched_tokens=256,
-        max_model_len=4096,
-    )
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 16,
+        "kv_budget": 64,
+        "num_kv_blocks": 400,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 4096,
+    }
     return LLM(**{**defaults, **options})
 
 

@@ -18,7 +18,7 @@ from zipage.models.config import load_model_config
 from zipage.models.decoder import Decoder
 from zipage.models.loader import load_model, resolve_model_path
 
-from .paged_run import BackendFactory, PagedRun
+from .paged_run import BACKENDS, PagedRun
 
 Checkpoint = Callable[..., tuple[Path, PreTrainedModel]]
 
@@ -35,11 +35,16 @@ def random_tokens(count: int, vocab: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend_name", sorted(set(BACKENDS) - {"torch"}))
 def test_a_sequence_does_not_depend_on_the_batch(
-    threads: int, set_threads: Callable[[int], None], backend: BackendFactory
+    backend_name: str, threads: int, set_threads: Callable[[int], None]
 ) -> None:
-    """fp32: bit-equal hidden states whatever the other sequences, and however many."""
+    """fp32: bit-equal hidden states whatever the other sequences, and however many.
+
+    The torch backend is left out: it computes the decodes of a step together.
+    """
     set_threads(threads)
+    backend = BACKENDS[backend_name]
     path = resolve_model_path(None)
     decoder = load_model(load_model_config(path), path, dtype=torch.float32)
     vocab = decoder.config.vocab_size
@@ -168,3 +173,9 @@ def test_impossible_split(case: str, size: int, checkpoint: Checkpoint) -> None:
     path, _ = checkpoint(case)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size {size}"):
         load_model(load_model_config(path), path, tp_size=size)
+
+
+def test_ranks_need_an_all_reduce(checkpoint: Checkpoint) -> None:
+    path, _ = checkpoint("llama")
+    with pytest.raises(ValueError, match="all_reduce"):
+        load_model(load_model_config(path), path, tp_size=2)

@@ -65,7 +65,7 @@ def test_half_precision_logits(
 def test_loading_into_another_dtype(checkpoint: Checkpoint) -> None:
     path, model = checkpoint("qwen3", torch.bfloat16)
     decoder = load_model(load_model_config(path), path, dtype=torch.float32)
-    expected = reference_logits(model.__class__.from_pretrained(path, dtype=torch.float32))
+    expected = reference_logits(model.__class__.from_pretrained(path, torch_dtype=torch.float32))
     logits = PagedRun(decoder).logits(TOKENS, WHOLE)
     assert (logits - expected).abs().max().item() <= TOLERANCE
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -39,6 +40,8 @@ def parse(**raw: Any) -> RopeParameters:
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @pytest.mark.parametrize("name", ROPES)
 def test_tables(name: str, head_dim: int, tmp_path: Path) -> None:
+    if name == "yarn-not-truncated" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has releases that do not know `truncate`")
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,

@@ -105,24 +105,47 @@ def test_configuration(directory: Path) -> None:
     assert config.tie_word_embeddings
 
 
-def test_fp32_logits(
-    directory: Path,
-    reference: PreTrainedModel,
-    prompts: list[list[int]],
-    answers: list[list[int]],
-    backend: BackendFactory,
-) -> None:
+@pytest.fixture(scope="module")
+def text(prompts: list[list[int]], answers: list[list[int]]) -> list[int]:
     tokens: list[int] = []
     for prompt, answer in zip(prompts[:4], answers[:4], strict=True):
         tokens += prompt + answer
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def exact_logits(directory: Path, text: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.float64).eval()
     with torch.inference_mode():
-        expected = reference(torch.tensor([tokens])).logits[0]
+        return model(torch.tensor([text])).logits[0]
+
+
+def test_fp32_logits(
+    directory: Path,
+    reference: PreTrainedModel,
+    text: list[int],
+    exact_logits: torch.Tensor,
+    backend: BackendFactory,
+) -> None:
+    """As near to float64 as transformers is, and as near to transformers as both can be.
+
+    Logits of up to 41 in 30 layers leave fp32 little room below 1e-4: transformers' own two
+    attention implementations differ by up to 9.5e-5 here, and by 1e-4 from float64.
+    """
+    with torch.inference_mode():
+        expected = reference(torch.tensor([text])).logits[0]
+    noise = expected - exact_logits
     decoder = load_model(load_model_config(directory), directory, dtype=torch.float32)
-    for chunks in ([len(tokens)], [len(tokens) - 40, 24, *[1] * 16]):
-        logits = PagedRun(decoder, backend, max_len=len(tokens)).logits(tokens, chunks)
+    for chunks in ([len(text)], [len(text) - 40, 24, *[1] * 16]):
+        logits = PagedRun(decoder, backend, max_len=len(text)).logits(text, chunks)
+        error = logits - exact_logits
         difference = (logits - expected).abs().max().item()
-        print(f"{len(tokens)} tokens in {len(chunks)} steps: max difference {difference:.2e}")
-        assert difference <= 1e-4
+        print(
+            f"{len(text)} tokens in {len(chunks)} steps: from transformers {difference:.2e}, "
+            f"from float64 {error.abs().max():.2e} (transformers {noise.abs().max():.2e})"
+        )
+        assert error.pow(2).mean().sqrt() <= 1.25 * noise.pow(2).mean().sqrt()
+        assert difference <= max(1e-4, 2 * noise.abs().max().item())
 
 
 def test_greedy_text(

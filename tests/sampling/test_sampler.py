@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -112,9 +113,10 @@ def test_filters_renormalise_in_order():
         SamplingParams(top_p=0.7),
         SamplingParams(top_k=300),
         SamplingParams(min_p=0.3),
+        SamplingParams(min_p=0.1, top_p=0.5),
         SamplingParams(top_k=900, top_p=0.99, min_p=1e-3),
     ],
-    ids=["whole", "top_p", "top_k", "min_p", "all"],
+    ids=["whole", "top_p", "top_k", "min_p", "min_p top_p", "all"],
 )
 def test_vocabularies_of_any_size(vocab_size, params):
     """Flat distributions over many tokens: the first candidates never suffice."""
@@ -239,9 +241,7 @@ def test_seeded_numbers_are_uniform_over_draws_and_over_seeds():
     for numbers in (over_draws, over_seeds):
         counts = Counter(int(u * 100) for u in numbers)
         assert chi_square_z([counts[i] for i in range(100)], [0.01] * 100) < 4
-        pairs = Counter(
-            int(a * 10) * 10 + int(b * 10) for a, b in zip(numbers, numbers[1:], strict=False)
-        )
+        pairs = Counter(int(a * 10) * 10 + int(b * 10) for a, b in pairwise(numbers))
         assert chi_square_z([pairs[i] for i in range(100)], [0.01] * 100) < 4
 
 
@@ -295,7 +295,7 @@ def test_penalties_follow_their_formulas():
         output = picks.choices(range(V), k=12)
         one = state(params, prompt, output)
         for _ in range(3):
-            logits = torch.randn(V, generator=generator)
+            logits = torch.randn(V, generator=generator) - picks.choice([0.0, 4.0])
             expected = logits.tolist()
             for token_id, amount in (params.logit_bias or {}).items():
                 expected[token_id] += amount
@@ -316,7 +316,7 @@ def test_long_outputs_keep_their_counts():
     one = state(SamplingParams(temperature=0, frequency_penalty=0.01), [], output, vocab_size=500)
     for _ in range(1500):
         output += Sampler().sample(torch.zeros(1, 500), [one]).token_ids
-    assert Counter(output) == Counter({token_id: 3 for token_id in range(500)})
+    assert Counter(output) == Counter(dict.fromkeys(range(500), 3))
 
 
 def test_min_tokens_masks_every_ending_token():
@@ -431,3 +431,27 @@ def test_logprob_ranks_of_ties_follow_token_ids():
     params = SamplingParams(temperature=0, logprobs=3, logit_bias={25: 10.0})
     entry = Sampler().sample(logits, [state(params)]).logprobs[0]
     assert [(key, item.rank) for key, item in entry.items()] == [(25, 27), (30, 1), (0, 2), (1, 3)]
+
+
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_seeded_draws_are_the_same_on_cuda():
+    def tokens(device):
+        sampler = Sampler(0, device=device)
+        outputs = [[] for _ in ALL_KINDS]
+        states = [
+            SamplingState(params, [1, 2, 2, 5], output, (0,), 300, device)
+            for params, output in zip(ALL_KINDS, outputs, strict=True)
+        ]
+        for step in range(12):
+            logits = torch.stack([step_logits(params, step) for params in ALL_KINDS]).to(device)
+            for output, token_id in zip(
+                outputs, sampler.sample(logits, states).token_ids, strict=True
+            ):
+                output.append(token_id)
+        return outputs
+
+    assert tokens("cuda") == tokens("cpu")

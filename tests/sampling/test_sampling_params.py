@@ -177,7 +177,12 @@ def test_full_cache_has_no_budget():
 
 def test_normal_forms():
     params = SamplingParams(
-        top_k=-1, seed=-1, stop="x", stop_token_ids=[3, 3], temperature=np.float32(0.5), n=np.int64(2)
+        top_k=-1,
+        seed=-1,
+        stop="x",
+        stop_token_ids=[3, 3],
+        temperature=np.float32(0.5),
+        n=np.int64(2),
     )
     assert params.top_k == 0
     assert params.seed is None

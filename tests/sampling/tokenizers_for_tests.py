@@ -1,10 +1,19 @@
+# ruff: noqa: RUF001 - letters that look like others are the point
 """Small tokenizers of every decoding form, trained on the spot, and texts to feed them."""
 
 import random
 from functools import cache
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import zipage

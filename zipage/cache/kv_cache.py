@@ -64,9 +64,7 @@ class KVCache:
         self.kv = zeros(
             s.num_layers, s.num_blocks, 2, s.num_kv_heads, s.block_size, s.head_dim, dtype=s.dtype
         )
-        self.scores = zeros(
-            s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.float32
-        )
+        self.scores = zeros(s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.float32)
         self.positions = zeros(
             s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.int32
         )

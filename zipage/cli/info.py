@@ -120,7 +120,7 @@ def describe(
         head_dim=model_config.head_dim,
         dtype=dtype,
         device=device,
-        window=config.window if config.compresses else 0,
+        window=config.resolved_window if config.compresses else 0,
         num_query_slots=config.resolved_query_slots,
     )
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from types import TracebackType
@@ -29,9 +30,10 @@ class EngineProgress:
     """
 
     def __init__(self, total: int, label: str = "answers") -> None:
-        console = Console(stderr=True)
         self._progress: Progress | None = None
-        if console.is_terminal and total > 0:
+        # Not what rich takes for a terminal, which a variable of the environment can claim.
+        if sys.stderr.isatty() and total > 0:
+            console = Console(stderr=True)
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),

@@ -65,6 +65,7 @@ class Compressor:
         options: what is common to all policies.
         scale: factor of the attention logits, usually ``1/sqrt(head_dim)``.
         use_native: native CPU kernels; None: where the pool is fp32 on CPU and they can be built.
+        num_threads: threads of the native kernels; None for torch's number.
 
     Raises:
         ConfigError: the options do not fit the pool, or native kernels were asked for and the
@@ -79,6 +80,7 @@ class Compressor:
         options: CompressionOptions,
         scale: float,
         use_native: bool | None = None,
+        num_threads: int | None = None,
     ) -> None:
         spec = cache.spec
         if options.window != spec.window:
@@ -99,7 +101,7 @@ class Compressor:
         self.scale = scale
         if use_native is None:
             use_native = fits and native.available()
-        self._native = NativeKernels(cache) if use_native else None
+        self._native = NativeKernels(cache, num_threads) if use_native else None
 
     def run(self, job: CompressionJob) -> None:
         """Compress one request's cache.

@@ -39,6 +39,7 @@ class CompressionExecutor(ABC):
     def wait(self) -> list[CompressionOutcome]:
         """Like `poll`, but waits for one if any is in flight."""
 
+    @abstractmethod
     def shutdown(self) -> None:
         """Wait for what is in flight and release threads."""
 
@@ -67,6 +68,9 @@ class SyncExecutor(CompressionExecutor):
 
     def wait(self) -> list[CompressionOutcome]:
         return self.poll()
+
+    def shutdown(self) -> None:
+        """There is nothing to wait for."""
 
 
 class ThreadExecutor(CompressionExecutor):
@@ -113,7 +117,7 @@ class StreamExecutor(CompressionExecutor):
 
     def __init__(self, run: RunJob, device: torch.device) -> None:
         self._run = run
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in_flight: deque[tuple[CompressionJob, torch.cuda.Event]] = deque()
         self._failed: list[CompressionOutcome] = []
 
@@ -125,7 +129,7 @@ class StreamExecutor(CompressionExecutor):
             if outcome.error is not None:
                 self._failed.append(outcome)
                 return
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._in_flight.append((job, event))
 
@@ -137,7 +141,7 @@ class StreamExecutor(CompressionExecutor):
 
     def poll(self) -> list[CompressionOutcome]:
         done, self._failed = self._failed, []
-        while self._in_flight and self._in_flight[0][1].query():
+        while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
             done.append(self._take())
         return done
 

@@ -49,14 +49,15 @@ class NativeKernels:
     """Scoring and compaction over one fp32 CPU cache; results equal the torch reference.
 
     Calls release the GIL and share no scratch, so they may run on a worker thread. The number of
-    threads is ``torch.get_num_threads()`` of the calling thread; results do not depend on it.
+    threads is ``self._threads`` of the calling thread; results do not depend on it.
 
     Raises:
         NativeUnavailable: the kernels cannot be built on this machine.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, num_threads: int | None = None) -> None:
         library = native.load()
+        self._num_threads = num_threads
         self._attention = library.zp_comp_attention
         self._attention.argtypes = (
             POINTER(_Cache), POINTER(_Job), c_float, c_int, c_int, c_void_p, c_int,
@@ -65,6 +66,8 @@ class NativeKernels:
         self._redundancy.argtypes = (
             POINTER(_Cache), POINTER(_Job), c_int, c_float, c_float, c_void_p, c_int,
         )  # fmt: skip
+        self._value_norms = library.zp_comp_value_norms
+        self._value_norms.argtypes = (POINTER(_Cache), POINTER(_Job), c_void_p, c_int)
         self._compact = library.zp_comp_compact
         self._compact.argtypes = (
             POINTER(_Cache), POINTER(_Job), c_void_p, c_void_p, POINTER(c_int32),
@@ -86,6 +89,10 @@ class NativeKernels:
             spec.num_query_slots,
             spec.window,
         )
+
+    @property
+    def _threads(self) -> int:
+        return torch.get_num_threads() if self._num_threads is None else self._num_threads
 
     def _job(self, job: CompressionJob) -> _Job:
         source = _block_array(job.source_blocks)
@@ -114,7 +121,7 @@ class NativeKernels:
                 group == "max",
                 window == "max",
                 out.data_ptr(),
-                torch.get_num_threads(),
+                self._threads,
             )
         )
         return out
@@ -132,9 +139,15 @@ class NativeKernels:
                 tau,
                 threshold,
                 out.data_ptr(),
-                torch.get_num_threads(),
+                self._threads,
             )
         )
+        return out
+
+    def value_norms(self, job: CompressionJob) -> torch.Tensor:
+        """Norms of the job's values, ``[L, H, T]``."""
+        out = self._scores(job)
+        _check(self._value_norms(self._cache, self._job(job), out.data_ptr(), self._threads))
         return out
 
     def select_and_compact(
@@ -169,7 +182,7 @@ class NativeKernels:
                 window,
                 protect_below,
                 stable,
-                torch.get_num_threads(),
+                self._threads,
             )
         )
 

@@ -130,6 +130,13 @@ class CacheView:
             return self._native.redundancy(self._job, local, tau, threshold)
         return scores.redundancy(self.keys, self.positions, self.block_size, local, tau, threshold)
 
+    def value_norms(self) -> torch.Tensor:
+        """Euclidean norm of each token's value, ``[L, H, T]`` fp32."""
+        if self._native is not None:
+            return self._native.value_norms(self._job)
+        norms: torch.Tensor = torch.linalg.vector_norm(self.values.float(), dim=-1)
+        return norms
+
     def max_pool(self, values: torch.Tensor, kernel: int) -> torch.Tensor:
         """Max-pool ``[L, H, T]`` over text order: neighbours are the nearest cached tokens."""
         if self.first:

@@ -156,9 +156,9 @@ class AsyncLLM:
                         self._deliver(output)
                 self._stats = self.engine.stats()
             for request_id in list(self._listeners):
-                output = self.engine.abort(request_id)
-                if output is not None:
-                    self._deliver(output)
+                last = self.engine.abort(request_id)
+                if last is not None:
+                    self._deliver(last)
         except BaseException as error:
             logger.critical("the engine thread ended", exc_info=error)
             self._error = error

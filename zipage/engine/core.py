@@ -13,7 +13,7 @@ from zipage.engine.request import Request
 from zipage.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
 from zipage.execution.model_runner import ModelRunner
 from zipage.execution.sampler import SamplerOutput
-from zipage.outputs import Logprob
+from zipage.outputs import FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TokenUpdate:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
 
@@ -102,9 +102,7 @@ class EngineCore:
             )
         )
         self.scheduler.on_swap_dropped = lambda r: self.runner.swap.drop(r.request_id)
-        asynchronous = config.async_compression
-        if asynchronous is None:
-            asynchronous = self.runner.device.type == "cuda"
+        asynchronous = config.compresses_beside(self.runner.device.type)
         self._asynchronous = asynchronous
         self._executor = make_executor(self._compress, asynchronous, self.runner.device)
         self._stats = EngineStats()
@@ -155,9 +153,7 @@ class EngineCore:
         self.runner.compress(job)  # type: ignore[arg-type]
         self._stats.compression_seconds += time.perf_counter() - started
 
-    def _collect(
-        self, outcomes: Iterable[CompressionOutcome], updates: list[TokenUpdate]
-    ) -> None:
+    def _collect(self, outcomes: Iterable[CompressionOutcome], updates: list[TokenUpdate]) -> None:
         for outcome in outcomes:
             if outcome.error is None:
                 self.scheduler.finish_compression(outcome.request_id)
@@ -251,9 +247,9 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Check that blocks, slots and rows add up (see `Scheduler.check_integrity`)."""
         self.scheduler.check_integrity()
-        assert len(self.runner.swap) == sum(
-            1 for r in self.scheduler.waiting if r.compressed
-        ), "host copies without a swapped request"
+        assert len(self.runner.swap) == sum(1 for r in self.scheduler.waiting if r.compressed), (
+            "host copies without a swapped request"
+        )
 
     def shutdown(self) -> None:
         """Abort everything and release the compression thread."""

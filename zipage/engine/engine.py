@@ -11,12 +11,12 @@ from typing import Any
 
 from zipage.config import EngineConfig
 from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
-from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final
+from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final, token_text
 from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
 from zipage.errors import ConfigError, EngineDeadError, RequestError
 from zipage.execution.sampler import SamplingState
-from zipage.outputs import CompletionOutput, RequestMetrics, RequestOutput, Usage
+from zipage.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, Usage
 from zipage.sampling_params import SamplingParams
 from zipage.tokenizer import encode_prompt, load_tokenizer
 
@@ -229,7 +229,7 @@ class LLMEngine:
             max_tokens=max_tokens,
             block_size=self.config.block_size,
             max_blocks=max_blocks,
-            window=self.config.window,
+            window=self.config.resolved_window,
             priority=priority,
             bounded_prefill=self.config.bounded_prefill,
             salt=salt.encode(),
@@ -277,6 +277,8 @@ class LLMEngine:
             for token, entry in zip(update.token_ids, update.logprobs, strict=True):
                 assert answer.cumulative_logprob is not None
                 answer.cumulative_logprob += entry[token].logprob
+                for candidate, logprob in entry.items():
+                    logprob.decoded_token = token_text(self.tokenizer, candidate)
         reason, stop_reason = update.finish_reason, update.stop_reason
         if answer.detokenizer is not None and update.token_ids:
             try:
@@ -298,7 +300,7 @@ class LLMEngine:
         self,
         group: _Group,
         answer: SequenceState,
-        reason: str,
+        reason: FinishReason,
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
@@ -308,7 +310,11 @@ class LLMEngine:
                 answer.text += answer.detokenizer.finish()
             elif answer.output_token_ids:
                 answer.text = decode_final(
-                    self.tokenizer, group.prompt_token_ids, answer.output_token_ids, answer.params
+                    self.tokenizer,
+                    group.prompt_token_ids,
+                    answer.output_token_ids,
+                    answer.params,
+                    self.core.runner.model_config.eos_token_ids,
                 )
         except Exception as failure:
             if answer.error is None:
@@ -329,7 +335,7 @@ class LLMEngine:
         cause = f"{type(error).__name__}: {error}"
         return [self._end_group(group, "error", cause) for group in list(self._groups.values())]
 
-    def _end_group(self, group: _Group, reason: str, error: str | None) -> RequestOutput:
+    def _end_group(self, group: _Group, reason: FinishReason, error: str | None) -> RequestOutput:
         for request in group.requests:
             answer = request.payload
             if answer.finish_reason is None:

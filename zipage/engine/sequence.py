@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zipage.engine.detokenizer import IncrementalDetokenizer
 from zipage.execution.sampler import SamplingState
-from zipage.outputs import Logprob
+from zipage.outputs import FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
 
@@ -33,6 +33,6 @@ class SequenceState:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     text: str = ""
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -235,6 +235,7 @@ def generate_problems(
     min_tokens: int = 0,
     max_tokens: int = MAX_CONVERSATION,
     families: Sequence[str] = FAMILIES,
+    check: bool | None = None,
 ) -> list[Problem]:
     """Make a set of problems, the families in turn; equal arguments give equal problems.
 
@@ -245,6 +246,7 @@ def generate_problems(
         min_tokens: shortest reference chain of thought, in tokens.
         max_tokens: longest one.
         families: which of `FAMILIES`.
+        check: whether the prompts ask for checks; None for a share of `CHECKED_SHARE`.
 
     Raises:
         ConfigError: an argument is illegal, or no problem of a family has such a length.
@@ -259,17 +261,20 @@ def generate_problems(
     if min_tokens > max_tokens:
         raise ConfigError(f"min_tokens={min_tokens} exceeds max_tokens={max_tokens}")
     return [
-        _draw(families[i % len(families)], f"{seed}-{i:04d}", min_tokens, max_tokens)
+        _draw(families[i % len(families)], f"{seed}-{i:04d}", min_tokens, max_tokens, check)
         for i in range(count)
     ]
 
 
-def _draw(family: str, problem_id: str, min_tokens: int, max_tokens: int) -> Problem:
+def _draw(
+    family: str, problem_id: str, min_tokens: int, max_tokens: int, check: bool | None
+) -> Problem:
     # A string seed is hashed with SHA-512: the same draws on every platform.
     rng = random.Random(f"zipage-evals/{family}/{problem_id}")
     for _ in range(_MAX_TRIES):
         steps = rng.randint(2, MAX_STEPS[family])
-        solved = _SOLVERS[family](rng, steps, rng.random() < CHECKED_SHARE)
+        drawn = rng.random() < CHECKED_SHARE
+        solved = _SOLVERS[family](rng, steps, drawn if check is None else check)
         if solved is None:
             continue
         length = count_tokens(solved.chain)

@@ -41,8 +41,8 @@ def draw(
     ends = sums.cumsum(-1)
     targets = uniforms.unsqueeze(1) * ends[:, -1:]
     block = _invert(ends, targets)
-    # Rounding must not put the target before the block, on a token without weight.
-    targets = (targets - (ends - sums).gather(1, block)).clamp_(min=0.0)
+    starts = torch.nn.functional.pad(ends[:, :-1], (1, 0))
+    targets = targets - starts.gather(1, block)
     token_ids = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
     inside = weights.gather(1, token_ids.clamp(max=vocab_size - 1)).double()
     inside = inside.masked_fill(token_ids >= vocab_size, 0.0)
@@ -130,7 +130,7 @@ def _draw_candidates(
     totals = torch.where(floor.isneginf(), totals, ends[:, -1])
     needed = (ends - weights < (top_p * totals).unsqueeze(1)) & (weights > 0)
     nucleus = values.gather(1, needed.sum(-1, keepdim=True) - 1).squeeze(1)
-    cut = torch.where(top_p < 1.0, nucleus.maximum(floor), floor)
+    cut = torch.where(top_p < 1.0, nucleus, floor)
     resolved = (last < cut) & (floor.isneginf() | (last < floor))
     if num_candidates == vocab_size:
         resolved = torch.ones_like(resolved)

@@ -87,7 +87,7 @@ class ModelRunner:
             head_dim=mc.head_dim,
             dtype=dtype,
             device=self.device,
-            window=config.window if config.compresses else 0,
+            window=config.resolved_window if config.compresses else 0,
             num_query_slots=config.resolved_query_slots,
         )
         self.cache = KVCache(plan_pool(config, spec, self.max_model_len))
@@ -96,7 +96,7 @@ class ModelRunner:
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(
-                window=config.window,
+                window=config.resolved_window,
                 compaction=config.compaction,
                 num_sinks=config.num_sinks,
                 protect_prompt=config.protect_prompt,
@@ -104,7 +104,9 @@ class ModelRunner:
             )
             policy = make_policy(config.compression, config.policy_options)
             use_native = False if config.attention_backend == "torch" else None
-            self.compressor = Compressor(self.cache, policy, options, scale, use_native)
+            # Beside decoding, more than one thread would only take the cores decoding needs.
+            threads = 1 if config.compresses_beside(self.device.type) else None
+            self.compressor = Compressor(self.cache, policy, options, scale, use_native, threads)
         self.sampler = Sampler(seed=config.seed, device=self.device)
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0
@@ -161,7 +163,7 @@ class ModelRunner:
     def _build(self, scheduled: Sequence[ScheduledTokens]) -> StepInputs:
         """Batch tensors of a step. Per-token work is vectorised; Python only visits requests."""
         count = len(scheduled)
-        b, w = self.config.block_size, self.config.window
+        b, w = self.config.block_size, self.cache.spec.window
         token_ids: list[int] = []
         columns = np.empty((6, count), dtype=np.int64)
         for i, item in enumerate(scheduled):

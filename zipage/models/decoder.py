@@ -89,7 +89,6 @@ class DecoderLayer(_WeightHolder):
         self.index = index
         self.norm_shape = (hidden,)
         self.norm_eps = config.norm_eps
-        self.inner = inner
         self.all_reduce = model.all_reduce
         # Rows per call below which torch gives an elementwise operation to one thread.
         self.serial_rows = max(1, _PARALLEL_ELEMENTS // inner)
@@ -107,7 +106,7 @@ class DecoderLayer(_WeightHolder):
 
         h = F.rms_norm(x, self.norm_shape, self.post_norm, self.norm_eps)
         gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
-        gate, up = gate_up[:, : self.inner], gate_up[:, self.inner :]
+        gate, up = gate_up.chunk(2, dim=-1)
         if self.split_rows and x.shape[0] > self.serial_rows:
             # Threads would split the elements anywhere, and the ends of their shares are
             # computed with another exponential: rows would depend on the batch.
@@ -166,6 +165,8 @@ class Decoder(_WeightHolder):
     ) -> None:
         super().__init__()
         _check_split(config, tp_size)
+        if tp_size > 1 and all_reduce is None:
+            raise ValueError(f"tp_size {tp_size} needs an all_reduce")
         self.config = config
         self.dtype = dtype
         self.device = device

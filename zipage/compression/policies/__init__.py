@@ -16,7 +16,7 @@ from zipage.compression.policies.streaming import StreamingPolicy
 from zipage.compression.policies.zipage import ZipagePaperPolicy, ZipagePolicy
 from zipage.errors import ConfigError
 
-__all__ = ["FULL", "Policy", "PolicyScores", "make_policy", "policy_names"]
+__all__ = ["FULL", "Policy", "PolicyScores", "default_window", "make_policy", "policy_names"]
 
 FULL = "full"
 """The policy name that means no compression; there is no `Policy` behind it."""
@@ -39,6 +39,11 @@ _POLICIES: dict[str, type[Policy]] = {
 def policy_names() -> tuple[str, ...]:
     """Names `make_policy` knows; `FULL` is not among them."""
     return tuple(_POLICIES)
+
+
+def default_window(name: str) -> int:
+    """Window of the policy called `name` unless the engine is told otherwise."""
+    return _POLICIES[name].default_window if name in _POLICIES else Policy.default_window
 
 
 def make_policy(name: str, options: Mapping[str, object]) -> Policy:

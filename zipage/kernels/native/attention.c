@@ -10,14 +10,15 @@
  *   - the softmax restarts every CHUNK slots and chunks are merged in order, which is what allows
  *     long sequences to be split over threads without changing a bit;
  *   - rows occupy separate accumulators everywhere. Slots a row may not see get weight 0, which
- *     leaves its accumulators unchanged. This needs the compiler to keep the order of sums as
- *     written, hence the pragma below; nothing here gains from reassociation.
+ *     leaves its accumulators unchanged;
+ *   - the compiler may neither reorder sums nor choose which products to fuse with them, since it
+ *     would choose differently in differently specialised copies of a loop: hence the pragmas and
+ *     zp_fma.
  */
 #if defined(__clang__)
-#pragma clang fp reassociate(off)
-#pragma clang fp contract(fast)
+#pragma clang fp reassociate(off) contract(off)
 #else
-#pragma GCC optimize("no-associative-math", "no-reciprocal-math")
+#pragma GCC optimize("no-associative-math", "no-reciprocal-math", "fp-contract=off")
 #endif
 
 #include <math.h>
@@ -142,7 +143,7 @@ static void normalise(const float *x, const float *weight, float eps, int dim, f
     int i = 0;
     for (; i + ZP_VL <= dim; i += ZP_VL) {
         const zp_vf v = zp_load(x + i);
-        squares += v * v;
+        squares = zp_fma(v, v, squares);
     }
     for (; i < dim; i++) rest += x[i] * x[i];
     const float inverse = 1.0f / sqrtf((zp_sum(squares) + rest) / (float)dim + eps);
@@ -156,8 +157,8 @@ static void rotate(float *x, const float *cos, const float *sin, int half) {
     for (; i + ZP_VL <= half; i += ZP_VL) {
         const zp_vf a = zp_load(x + i), b = zp_load(x + half + i);
         const zp_vf c = zp_load(cos + i), s = zp_load(sin + i);
-        zp_store(x + i, a * c - b * s);
-        zp_store(x + half + i, b * c + a * s);
+        zp_store(x + i, zp_fma(a, c, -(b * s)));
+        zp_store(x + half + i, zp_fma(b, c, a * s));
     }
     for (; i < half; i++) {
         const float a = x[i], b = x[half + i];
@@ -301,12 +302,15 @@ ZP_INLINE void score_columns(const float *kt, const float *const *q, float *s, c
             for (int i = 0; ahead && i < parts; i++, line += LINE) fetch(line);
             zp_vf k[COLUMNS];
 #pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) k[c] = zp_load(kt + d * TILE + c * ZP_VL);
+            for (int c = 0; c < columns; c++) {
+                k[c] = zp_load(kt + d * TILE + c * ZP_VL);
+                ZP_PIN(k[c]);
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 const zp_vf x = zp_set1(q[r][d]);
 #pragma GCC unroll 4
-                for (int c = 0; c < columns; c++) acc[r][c] += x * k[c];
+                for (int c = 0; c < columns; c++) acc[r][c] = zp_fma(x, k[c], acc[r][c]);
             }
         }
     }
@@ -349,7 +353,7 @@ ZP_INLINE void soften(float *s, const int groups, const int *visible, float *top
             zp_store(s + r * TILE + g * ZP_VL, p);
         }
         float *lanes = sums + r * ZP_VL;
-        zp_store(lanes, zp_load(lanes) * zp_set1(fading[r]) + total);
+        zp_store(lanes, zp_fma(zp_load(lanes), zp_set1(fading[r]), total));
     }
 }
 
@@ -373,12 +377,15 @@ ZP_INLINE void accumulate_columns(const float *const *v, int64_t stride, int slo
                 for (int c = 0; c < columns * ZP_VL; c += LINE, line += LINE) fetch(line);
             zp_vf x[COLUMNS];
 #pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) x[c] = zp_load(row + c * ZP_VL);
+            for (int c = 0; c < columns; c++) {
+                x[c] = zp_load(row + c * ZP_VL);
+                ZP_PIN(x[c]);
+            }
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 const zp_vf weight = zp_set1(p[r * TILE + t]);
 #pragma GCC unroll 4
-                for (int c = 0; c < columns; c++) acc[r][c] += weight * x[c];
+                for (int c = 0; c < columns; c++) acc[r][c] = zp_fma(weight, x[c], acc[r][c]);
             }
         }
     }
@@ -606,7 +613,7 @@ static void merge(const job_t *job, const item_t *item, int64_t chunk, state_t t
         float *to = total.o + r * stride;
         const float *from = part.o + r * stride;
         for (int d = 0; d < stride; d += ZP_VL)
-            zp_store(to + d, zp_load(to + d) * a + zp_load(from + d) * b);
+            zp_store(to + d, zp_fma(zp_load(to + d), a, zp_load(from + d) * b));
         total.l[r] = total.l[r] * weights[0] + part.l[r] * weights[1];
         total.m[r] = m;
     }
@@ -802,6 +809,38 @@ static int make_plan(const zp_attn_layer *layer, const zp_attn_step *step, int t
     return DONE;
 }
 
+/* --- Entry ------------------------------------------------------------------------------------ */
+
+/* What every thread of the team runs; alone, outside a parallel region, a thread does all of it. */
+static void run_team(const job_t *job, const plan_t *plan, const float *qkv, float *q,
+                     state_t partials, int team, int *status) {
+    const attend_chunk_fn kernel = kernel_for(job->layer);
+    const fp_mode_t mode = flush_denormals();
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < job->step->rows; row++) {
+        const int bad = write_row(job->layer, job->step, row, qkv, q, job->out);
+        if (bad) {
+#pragma omp atomic write
+            *status = bad;
+        }
+    }
+    if (*status == DONE) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < plan->count; i++) {
+            const int64_t then = i + team;
+            run_item(job, &plan->items[plan->order[i]],
+                     then < plan->count ? &plan->items[plan->order[then]] : NULL, kernel, partials);
+        }
+        if (plan->partial_rows) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < plan->count; i++)
+                if (plan->items[i].partial >= 0 && plan->items[i].first_chunk == 0)
+                    merge_item(job, &plan->items[i], partials);
+        }
+    }
+    restore_fp_mode(mode);
+}
+
 /* Norms and rotates queries and keys, writes keys and values to the cache, stores captured
  * queries, and attends.
  *
@@ -826,34 +865,12 @@ int zp_attn_forward(const zp_attn_layer *layer, const zp_attn_step *step, const 
     const state_t partials = {workspace, workspace + plan.partial_rows * stride,
                               workspace + plan.partial_rows * (stride + 1)};
     const job_t job = {layer, step, q, out};
-    const attend_chunk_fn kernel = kernel_for(layer);
     const int team = plan.kv_bytes < SMALL_WORK ? 1 : threads;
-
+    if (team > 1) {
 #pragma omp parallel num_threads(team)
-    {
-        const fp_mode_t mode = flush_denormals();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < step->rows; row++) {
-            const int bad = write_row(layer, step, row, qkv, q, out);
-            if (bad) {
-#pragma omp atomic write
-                status = bad;
-            }
-        }
-        if (!status) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < plan.count; i++)
-                run_item(&job, &plan.items[plan.order[i]],
-                         i + team < plan.count ? &plan.items[plan.order[i + team]] : NULL, kernel,
-                         partials);
-            if (plan.partial_rows) {
-#pragma omp for schedule(dynamic, 1)
-                for (int64_t i = 0; i < plan.count; i++)
-                    if (plan.items[i].partial >= 0 && plan.items[i].first_chunk == 0)
-                        merge_item(&job, &plan.items[i], partials);
-            }
-        }
-        restore_fp_mode(mode);
+        run_team(&job, &plan, qkv, q, partials, team, &status);
+    } else {
+        run_team(&job, &plan, qkv, q, partials, 1, &status);
     }
     free(workspace);
     free(plan.items);

@@ -394,3 +394,25 @@ int zp_comp_redundancy(const struct zp_comp_cache *c, const struct zp_comp_job *
     }
     return failed ? -1 : 0;
 }
+
+/* Norms of the values of a job's tokens: out[L, H, T]. Always 0, as the others when they succeed. */
+int zp_comp_value_norms(const struct zp_comp_cache *c, const struct zp_comp_job *job, float *out,
+                        int threads)
+{
+    const int64_t dim = c->dim, b = c->block_size, T = job->length;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t task = 0; task < c->layers * c->kv_heads; task++)
+        for (int64_t t = 0; t < T; t++) {
+            const float *value = zp_tile(c, task / c->kv_heads, job->source[t / b], 1,
+                                         task % c->kv_heads) + t % b * dim;
+            zp_vf squares = zp_set1(0);
+            float rest = 0;
+            int64_t d = 0;
+            for (; d + ZP_VL <= dim; d += ZP_VL)
+                squares += zp_load(value + d) * zp_load(value + d);
+            for (; d < dim; d++)
+                rest += value[d] * value[d];
+            out[task * T + t] = sqrtf(zp_sum(squares) + rest);
+        }
+    return 0;
+}

@@ -6,6 +6,7 @@
 #ifndef ZIPAGE_COMPRESSION_H
 #define ZIPAGE_COMPRESSION_H
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -11,6 +11,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -43,6 +45,18 @@ ZP_INLINE void zp_store(float *p, zp_vf v) { *(zp_vf_any *)p = v; }
 #define ZP_IOTA {0, 1, 2, 3}
 #endif
 
+/* Keeps a loaded vector in a register: GCC otherwise loads it again for each use, and the loads
+ * then limit the loop. */
+#if defined(__AVX512F__)
+#define ZP_PIN(v) __asm__("" : "+v"(v))
+#elif defined(__SSE2__)
+#define ZP_PIN(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define ZP_PIN(v) __asm__("" : "+w"(v))
+#else
+#define ZP_PIN(v) (void)0
+#endif
+
 ZP_INLINE zp_vf zp_set1(float x) { return (zp_vf)ZP_LANES(x); }
 ZP_INLINE zp_vi zp_set1_int(int32_t x) { return (zp_vi)ZP_LANES(x); }
 ZP_INLINE zp_vi zp_iota(void) { return (zp_vi)ZP_IOTA; }
@@ -63,6 +77,22 @@ ZP_INLINE zp_vf zp_max(zp_vf a, zp_vf b) {
     return _mm_max_ps(a, b);
 #else
     return zp_select(a > b, a, b);
+#endif
+}
+
+/* a * b + c, rounded once wherever the machine can. Explicit, so that which of several products is
+ * fused is not the compiler's choice. */
+ZP_INLINE zp_vf zp_fma(zp_vf a, zp_vf b, zp_vf c) {
+#if ZP_VL == 16
+    return _mm512_fmadd_ps(a, b, c);
+#elif ZP_VL == 8 && defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif ZP_VL == 4 && defined(__FMA__)
+    return _mm_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return (zp_vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
 #endif
 }
 
@@ -108,12 +138,12 @@ ZP_INLINE zp_vf zp_exp2_neg(zp_vf x) {
     const zp_vi n = __builtin_convertvector(x - zp_set1(0.5f), zp_vi);
     const zp_vf f = x - __builtin_convertvector(n, zp_vf);
     zp_vf p = zp_set1(0.000153533620f);
-    p = p * f + zp_set1(0.00133988750f);
-    p = p * f + zp_set1(0.00961843692f);
-    p = p * f + zp_set1(0.0555033237f);
-    p = p * f + zp_set1(0.240226477f);
-    p = p * f + zp_set1(0.693147182f);
-    p = p * f + zp_set1(1.0f);
+    p = zp_fma(p, f, zp_set1(0.00133988750f));
+    p = zp_fma(p, f, zp_set1(0.00961843692f));
+    p = zp_fma(p, f, zp_set1(0.0555033237f));
+    p = zp_fma(p, f, zp_set1(0.240226477f));
+    p = zp_fma(p, f, zp_set1(0.693147182f));
+    p = zp_fma(p, f, zp_set1(1.0f));
     return p * (zp_vf)((n + 127) << 23); /* n = -127 gives the bits of 0 */
 }
 
