@@ -38,7 +38,8 @@ class RequestMetrics:
         tokens_per_second: decode speed, tokens after the first over the time since the first.
         compressions: how often the cache was compressed.
         evicted_tokens: tokens evicted from each layer and KV head by these compressions.
-        peak_blocks: most blocks owned at once.
+        peak_blocks: longest block table. (While a request's first compression spares blocks of
+            the prefix cache, it holds their replacements besides.)
         preemptions: how often it lost its blocks and was recomputed.
         swaps: how often its blocks were moved to host memory.
         cached_prompt_tokens: prompt tokens found in the prefix cache when first scheduled.

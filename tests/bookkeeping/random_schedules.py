@@ -9,7 +9,8 @@ from zipage.engine.request import Request
 from zipage.engine.scheduler import SchedulerConfig
 from zipage.errors import RequestError
 
-from .fake_engine import Ask, FakeEngine
+from .fake_engine import FakeEngine
+from .solo import Ask
 
 #: Steps the slowest compression takes.
 SLOWEST_COMPRESSION = 12

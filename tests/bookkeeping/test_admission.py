@@ -8,8 +8,8 @@ import pytest
 
 from zipage.errors import RequestError
 
-from .fake_engine import Ask, FakeEngine, make_engine
-from .test_prefix_paths import prompt
+from .fake_engine import FakeEngine, make_engine
+from .solo import Ask, prompt
 
 B = 4
 
@@ -163,9 +163,7 @@ def test_bounded_admission_never_preempts_compressible_requests() -> None:
         for seed in range(200):
             engine = bounded_workload(seed, admission)
             counters = engine.scheduler.counters
-            preemptions[admission] += (
-                counters.preemptions_recompute + counters.preemptions_swap
-            )
+            preemptions[admission] += counters.preemptions_recompute + counters.preemptions_swap
             running[admission] += sum(len(items) for items in engine.schedule_log)
             steps[admission] += engine.steps
     assert preemptions["bounded"] == 0

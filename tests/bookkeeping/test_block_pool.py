@@ -47,7 +47,7 @@ def test_a_free_block_cannot_be_acquired_or_hashed() -> None:
 
 def test_cached_blocks_are_evicted_least_recently_released_first_and_deepest_first() -> None:
     pool = BlockPool(4)
-    names = {block: name for block, name in enumerate(("old0", "old1", "new0", "new1"))}
+    names = dict(enumerate(("old0", "old1", "new0", "new1")))
     old, new = pool.allocate(2), pool.allocate(2)
     for block in old + new:
         pool.set_hash(block, names[block].encode())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zipage.engine.request import RequestStatus
 
-from .fake_engine import Ask, FakeEngine, make_engine
-from .test_prefix_paths import prompt
+from .fake_engine import FakeEngine, make_engine
+from .solo import Ask, prompt, solo_run
 
 B = 4
 
@@ -46,9 +48,12 @@ def test_a_request_never_exceeds_its_budget_once_compressed(
 def test_a_request_that_just_fits_its_budget_is_not_compressed(extra: int) -> None:
     engine = make_engine()
     # The last generated token is never written: 3 blocks hold one token more than 3 * B.
-    engine.add("r", Ask(prompt(5), max_tokens=3 * B - 5 + 1 + extra, max_blocks=3))
+    ask = Ask(prompt(5), max_tokens=3 * B - 5 + 1 + extra, max_blocks=3)
+    engine.add("r", ask)
     engine.run()
     assert engine.ended["r"].compressions == extra
+    full, _ = solo_run(replace(ask, max_blocks=None), B, "stable")
+    assert (engine.ended["r"].token_ids == full) == (extra == 0)
 
 
 @pytest.mark.parametrize("style", ["stable", "holes"])

@@ -6,8 +6,8 @@ import pytest
 
 from zipage.engine.request import Request, RequestStatus
 
-from .fake_engine import Ask, FakeEngine, make_engine
-from .test_prefix_paths import prompt
+from .fake_engine import FakeEngine, make_engine
+from .solo import Ask, prompt
 
 B = 4
 

@@ -6,14 +6,10 @@ import pytest
 
 from zipage.engine.request import RequestStatus
 
-from .fake_engine import Ask, FakeEngine, make_engine
+from .fake_engine import FakeEngine, make_engine
+from .solo import Ask, prompt
 
 B = 4
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    """A prompt of this length; equal seeds have equal beginnings."""
-    return tuple((seed * 1000 + i * 7) % 997 for i in range(length))
 
 
 def cached(engine: FakeEngine, name: str) -> int:
@@ -74,9 +70,7 @@ def test_compressed_blocks_are_never_found() -> None:
 
 @pytest.mark.parametrize("abort_step", [0, 1, 5])
 @pytest.mark.parametrize("max_blocks", [None, 2])
-def test_identical_prompts_in_one_step_one_aborted(
-    abort_step: int, max_blocks: int | None
-) -> None:
+def test_identical_prompts_in_one_step_one_aborted(abort_step: int, max_blocks: int | None) -> None:
     engine = make_engine()
     asks = [Ask(prompt(3 * B), max_tokens=20, max_blocks=max_blocks, seed=i) for i in range(3)]
     for i, ask in enumerate(asks):

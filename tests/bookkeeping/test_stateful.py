@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from zipage.engine.request import Request
 from zipage.engine.scheduler import SchedulerConfig
 
-from .fake_engine import Ask, FakeEngine
+from .fake_engine import FakeEngine
 from .random_schedules import step_limit, submit
+from .solo import Ask
 
 PREFIXES = ([], [1, 2, 3], list(range(40)), [1, 2, 3, *range(50, 70)])
 

@@ -72,8 +72,9 @@ def test_three_compressions_in_a_row(use_native: bool, compaction: str) -> None:
     """Kept sets, positions, stored scores and contents against loops, with memory of scores."""
     cache = make_cache(dim=6)
     b, window, gamma = 8, 4, 0.8
+    knobs = {"gamma": gamma, "lam": 1.0, "value_power": 0.0, "window_reduction": "mean"}
     compressor = make_compressor(
-        cache, use_native=use_native, policy_options={"gamma": gamma}, compaction=compaction
+        cache, use_native=use_native, policy_options=knobs, compaction=compaction
     )
     job = make_job(cache, length=45, num_targets=5)
     text = {}  # what each position's token is, per layer and head
@@ -195,7 +196,12 @@ def test_window_sinks_and_prompt_are_protected(use_native: bool) -> None:
     ):
         cache = make_cache()
         cache.kv[:, :, 0].zero_()  # equal scores, and the newer wins: old tokens go first
-        compressor = make_compressor(cache, use_native=use_native, **options)
+        compressor = make_compressor(
+            cache,
+            policy_options={"lam": 1.0, "value_power": 0.0},
+            use_native=use_native,
+            **options,
+        )
         job = make_job(cache, length=61, num_targets=5, prompt_len=10)
         free = [block for block in range(24) if block not in job.source_blocks]
         for step in range(3):

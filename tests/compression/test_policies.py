@@ -9,7 +9,7 @@ from tests.compression import naive
 from tests.compression.cached_request import gather, make_cache, make_job, positions_before
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.job import CompressionJob
-from zipage.compression.policies import FULL, make_policy, policy_names
+from zipage.compression.policies import FULL, default_window, make_policy, policy_names
 from zipage.compression.policies.zipage import ZipagePolicy
 from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
@@ -58,13 +58,31 @@ def test_view_is_the_cache() -> None:
     assert (view.first, view.prompt_len, view.num_tokens) == (False, 9, 77)
 
 
-def test_zipage_defaults_are_attention_alone(first: CacheView, later: CacheView) -> None:
+def test_zipage_defaults(first: CacheView, later: CacheView) -> None:
+    """Window maximum weighted by value norms, and redundancy at weight 0.3; no memory."""
     for view in (first, later):
         final, stored = make_policy("zipage", {}).scores(view)
-        expected = view.attention("max", "mean")
-        assert torch.equal(final, expected)
+        norms = view.values.double().norm(dim=-1)
+        weighted = view.attention("max", "max") * (norms / norms.mean(-1, keepdim=True)).float()
         assert stored is not None
-        assert torch.equal(stored, expected)
+        torch.testing.assert_close(stored, weighted)
+        torch.testing.assert_close(final, 0.7 * weighted - 0.3 * view.redundancy(True, 0.4, 0.5))
+    assert make_policy("zipage", {}).default_window == 24
+    assert default_window("zipage-paper") == default_window("streaming") == 16
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_value_power(first: CacheView, power: float) -> None:
+    final, _ = make_policy("zipage", {"value_power": power, "lam": 1.0}).scores(first)
+    norms = first.values.double().norm(dim=-1)
+    weight = (norms / norms.mean(-1, keepdim=True)).pow(power).float()
+    torch.testing.assert_close(final, first.attention("max", "max") * weight)
+
+
+def test_zero_values_score_zero(first: CacheView) -> None:
+    first.values.zero_()
+    final, _ = make_policy("zipage", {"lam": 1.0}).scores(first)
+    assert torch.equal(final, torch.zeros_like(final))
 
 
 @pytest.mark.parametrize("redundancy", ["lightning", "raw"])
@@ -72,6 +90,7 @@ def test_zipage_first_compression(first: CacheView, redundancy: str) -> None:
     policy = make_policy(
         "zipage",
         {"group": "mean", "window_reduction": "max", "first_pooling": 3, "lam": 0.3, "gamma": 0.8}
+        | {"value_power": 0.0}
         | {"redundancy": redundancy, "tau": 0.2, "threshold": 0.4},
     )
     final, stored = policy.scores(first)
@@ -86,7 +105,8 @@ def test_zipage_first_compression(first: CacheView, redundancy: str) -> None:
 def test_zipage_later_compression(later: CacheView, later_pooling: int) -> None:
     policy = make_policy(
         "zipage",
-        {"first_pooling": 7, "later_pooling": later_pooling, "lam": 0.3, "gamma": 0.1},
+        {"first_pooling": 7, "later_pooling": later_pooling, "lam": 0.3, "gamma": 0.1}
+        | {"value_power": 0.0, "window_reduction": "mean"},
     )
     final, stored = policy.scores(later)
     a = later.attention("max", "mean")
@@ -107,7 +127,7 @@ def test_zipage_paper_is_zipage_with_published_options(later: CacheView, first: 
         "zipage",
         {"lam": 0.2, "tau": 0.4, "gamma": 0.8, "first_pooling": 5, "threshold": 0.5}
         | {"later_pooling": 1, "group": "max", "window_reduction": "mean"}
-        | {"redundancy": "lightning"},
+        | {"redundancy": "lightning", "value_power": 0.0},
     )
     for view in (first, later):
         for one, other in zip(paper.scores(view), spelt_out.scores(view), strict=True):

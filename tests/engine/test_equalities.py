@@ -74,16 +74,27 @@ def test_schedule_does_not_change_text(
 
 
 def test_swapped_requests_continue_exactly(prompts: list[list[int]]) -> None:
-    """More requests than the pool holds at their largest: some are recomputed, some swapped."""
-    short = [prompt[:20] for prompt in prompts]
-    params = [greedy(150)] * len(short)
+    """A request of higher priority grows where only compressed ones can make room: they are
+    swapped out, and go on as if nothing had happened."""
+    texts = [prompts[0][:20], prompts[1][:20], prompts[2][:20], prompts[3][:10]]
+    params = [greedy(150)] * 3 + [greedy(100, compression="off")]
     with make_llm(num_kv_blocks=13, admission="optimistic") as llm:
-        outputs = llm.generate(short, params)
+        engine, done, late = llm.engine, {}, False
+        for i in range(3):
+            engine.add_request(texts[i], params[i], str(i), priority=1)
+        while engine.has_unfinished:
+            if not late and engine.core.scheduler.counters.compressions >= 6:
+                late = True
+                engine.add_request(texts[3], params[3], "3", priority=0)
+            for output in engine.step():
+                done[output.request_id] = output
+            engine.core.check_integrity()
         stats = llm.stats()
         assert_empty(llm)
-    assert stats.preemptions_swap > 0 and stats.preemptions_recompute > 0, stats
-    assert sum(o.metrics.swaps for o in outputs) == stats.preemptions_swap
-    assert [tokens_of(o) for o in outputs] == run_alone(short, params)
+    assert stats.preemptions_swap > 0
+    assert sum(o.metrics.swaps for o in done.values()) == stats.preemptions_swap
+    assert done["3"].metrics.preemptions == 0
+    assert [tokens_of(done[str(i)]) for i in range(4)] == run_alone(texts, params)
 
 
 def test_bounded_admission_prevents_preemption(prompts: list[list[int]]) -> None:

@@ -206,8 +206,6 @@ class Scheduler:
                 self._compression_blocked = True
                 continue
             job = make_job(request, plan, self.pool)
-            owned = len(request.block_ids) + plan.num_new
-            request.peak_blocks = max(request.peak_blocks, owned)
             request.status = RequestStatus.COMPRESSING
             self.jobs[request.request_id] = job
             jobs.append(job)
