@@ -54,6 +54,7 @@ def test_random_schedule_equals_solo_runs(group: int, catalogue: list[list[int]]
         solo.update(zip(missing, runs, strict=True))
         b = int(shared["block_size"])  # type: ignore[call-overload]
         largest = max(-(-(len(catalogue[i]) + n) // b) for i, n, _ in picks)
+        largest = max(largest, int(shared["kv_budget"]) // b + 1)  # type: ignore[call-overload]
         options = dict(
             shared,
             num_kv_blocks=largest + rng.choice([0, 1, 3, 8, 40]),

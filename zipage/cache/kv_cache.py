@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class KVCache:
         scored = s.num_blocks if s.num_query_slots else 0
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            if s.device.type == "cpu":
+                return _untouched_zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=s.device)
 
         self.kv = zeros(
@@ -71,3 +77,14 @@ class KVCache:
         self.queries = zeros(
             s.num_layers, s.num_query_slots, s.window, s.num_heads, s.head_dim, dtype=s.dtype
         )
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, aligned to cache lines, that take no memory until they are written.
+
+    `torch.zeros` writes them, so that a large pool would be resident from the start.
+    """
+    count = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(count + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + count]).view(dtype).view(shape)
