@@ -305,8 +305,8 @@ class FakeEngine:
     # ------------------------------------------------------------------ checks
 
     def _check_oldest(self, before: list[Request], preemptions: dict[int, int]) -> None:
-        """A request is only ever preempted while an older one runs on."""
-        stayed = [r for r in before if r.block_ids and r.preemptions == preemptions[id(r)]]
+        """A request is only ever preempted by an older one, which is not."""
+        stayed = [r for r in before if r.preemptions == preemptions[id(r)]]
         for request in before:
             if request.preemptions > preemptions[id(request)]:
                 assert any(r.order < request.order for r in stayed), request.request_id

@@ -119,6 +119,22 @@ def test_a_failed_compression_ends_its_request_only(delay: int) -> None:
     assert engine.ended["a"].status is RequestStatus.FINISHED
 
 
+@pytest.mark.parametrize("style", ["finished", "failed", "aborted"])
+def test_a_compression_that_waits_for_one_that_ends_in_the_same_step(style: str) -> None:
+    """Two requests share a block and are due at once; the last free block goes to the older one,
+    and the younger one may be all that is left when the step is scheduled."""
+    engine = make_engine(num_blocks=4)
+    engine.fails = lambda: style == "failed" and "a" not in engine.ended
+    engine.add("a", Ask(prompt(5), max_tokens=12, max_blocks=2, window=1))
+    engine.step()
+    engine.add("b", Ask((*prompt(4), 1, 2), max_tokens=12, max_blocks=2, window=1))
+    if style == "aborted":
+        engine.between = lambda: engine.abort("a") if "a" in engine.in_flight else None
+    engine.run()
+    assert engine.reasons == {"a": style, "b": "finished"}
+    assert engine.ended["b"].compressions > 1 and engine.ended["b"].preemptions == 0
+
+
 def test_an_aborted_request_whose_compression_fails_ends_once() -> None:
     engine = make_engine(delay=3)
     engine.fails = lambda: True

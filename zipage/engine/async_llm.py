@@ -183,6 +183,7 @@ class AsyncLLM:
             if command is None:
                 return False
             command()
+            self._stats = self.engine.stats()
 
     def _refuse_commands(self) -> None:
         """After a failure: every later submission is refused by the dead engine."""

@@ -239,12 +239,13 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next forward pass.
 
-        May be empty while compressions run, or after a preemption that resolves a stall.
+        May be empty while compressions run, when one became possible since they were planned, or
+        after a preemption that resolves a stall.
         """
         plan = StepPlan()
         self._blocked = self._compression_blocked
         self._schedule_running(plan)
-        if self.running and not plan.scheduled and not self.jobs:
+        if self.running and not plan.scheduled and not self.jobs and not self._can_compress():
             # Nothing can move and nothing is in flight: the last request makes way, and the next
             # step tries again. (Nothing is admitted meanwhile, or it would come straight back.)
             if len(self.running) == 1:
@@ -257,6 +258,16 @@ class Scheduler:
             self._admit(plan)
         plan.swap_outs = self.take_swap_outs()
         return plan
+
+    def _can_compress(self) -> bool:
+        """Whether a request that waits for its compression could start it by now: those that kept
+        it from that may have ended after `plan_compressions`."""
+        return any(
+            request.compression_due
+            and plan_targets(request, self.pool, headroom=len(self.running)).num_new
+            <= self.pool.num_available
+            for request in self.running
+        )
 
     def take_swap_outs(self) -> list[SwapMove]:
         """Swap-outs to be carried out before anything is written to the pool."""
