@@ -102,7 +102,7 @@ def test_cache_contents_and_capture(geometry: Geometry, backend_name: str) -> No
     count = 2 * geometry.block_size + 1
     paged.run(backend, [Piece(other, 6), Piece(text, count)])
     assert paged.cache.queries.isnan().all()
-    paged.run(backend, [Piece(other, 2), Piece(text, 3, capture=5)])
+    paged.run(backend, [Piece(other, 2, capture=0), Piece(text, 3, capture=5)])
     q, k, v = paged.heads(text)
     kv = paged.cache.kv[0][text.blocks]
     flat = kv.permute(1, 0, 3, 2, 4).reshape(2, -1, geometry.kv_heads, geometry.dim)
@@ -114,7 +114,8 @@ def test_cache_contents_and_capture(geometry: Geometry, backend_name: str) -> No
     assert paged.cache.kv[:, untouched].isnan().all()
     rows = paged.cache.queries[0].flatten(0, 1)
     assert relative_error(rows[5:8], q[count : count + 3]) < 1e-6
-    assert rows[:5].isnan().all() and len(rows) == 8
+    assert relative_error(rows[:2], paged.heads(other)[0][6:8]) < 1e-6
+    assert rows[2:5].isnan().all() and len(rows) == 8
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
