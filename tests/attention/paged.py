@@ -95,8 +95,10 @@ class Paged:
         self.cache.kv.fill_(float("nan"))
         self.cache.queries.fill_(float("nan"))
         rotary = g.dim // 2 * 2 if g.rotary is None else g.rotary
-        angles = torch.arange(MAX_POSITIONS).double().outer(
-            10000.0 ** (-torch.arange(0, rotary, 2).double() / max(rotary, 1))
+        angles = (
+            torch.arange(MAX_POSITIONS)
+            .double()
+            .outer(10000.0 ** (-torch.arange(0, rotary, 2).double() / max(rotary, 1)))
         )
         weights = (
             (self.randn(g.dim) * 0.2 + 1).to(self.dtype),

@@ -50,17 +50,21 @@ def test_prefill_chunks_and_decode(geometry: Geometry, backend_name: str) -> Non
     b = geometry.block_size
     lengths = [b - 1, b, b + 1, 3 * b + 2, 75]
     texts = [paged.text(n + 3, offset=7 * i) for i, n in enumerate(lengths)]
-    first = [Piece(text, min(n, 20 + i)) for i, (text, n) in enumerate(zip(texts, lengths))]
-    outputs = [paged.run(backend, first)]
-    rest = [Piece(t, n - t.done) for t, n in zip(texts, lengths) if t.done < n]
-    chunked = dict(zip((id(p.text) for p in rest), paged.run(backend, rest) if rest else []))
-    decoded = [paged.run(backend, [Piece(text, 1) for text in texts]) for _ in range(3)]
+    outputs: list[list[torch.Tensor]] = [[] for _ in texts]
+
+    def run(counts: list[int]) -> None:
+        chosen = [i for i, count in enumerate(counts) if count]
+        out = paged.run(backend, [Piece(texts[i], counts[i]) for i in chosen])
+        for i, rows in zip(chosen, out, strict=True):
+            outputs[i].append(rows)
+
+    run([min(n, 20 + i) for i, n in enumerate(lengths)])
+    if any(n > text.done for n, text in zip(lengths, texts, strict=True)):
+        run([n - text.done for n, text in zip(lengths, texts, strict=True)])
+    for _ in range(3):
+        run([1] * len(texts))
     for i, text in enumerate(texts):
-        parts = [outputs[0][i]]
-        if id(text) in chunked:
-            parts.append(chunked[id(text)])
-        parts += [step[i] for step in decoded]
-        error = relative_error(torch.cat(parts), paged.expected(text))
+        error = relative_error(torch.cat(outputs[i]), paged.expected(text))
         assert error < 2e-6, f"text {i}"
 
 

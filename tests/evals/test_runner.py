@@ -156,6 +156,12 @@ def test_tables() -> None:
         widths = {row.count("|") for row in table.splitlines() if row.startswith("|")}
         assert len(widths) <= 1
 
+    first = results[1].answers[0].problem_id
+    assert "Of these" not in text
+    split = markdown(results, [], {first}, 1000)
+    assert "the 1 problems with reference chains of thought of 1,000 tokens or more" in split
+    assert "| zipage |  | 1/1 (100.0 %) | 1/1 (100.0 %) |" in split
+
 
 # ---------------------------------------------------------------------- with the model
 

@@ -68,6 +68,13 @@ def evaluate(
     markdown: Annotated[
         Path | None, typer.Option(help="Write the tables to this file, as Markdown.")
     ] = None,
+    long_tokens: Annotated[
+        int,
+        typer.Option(
+            help="The Markdown file also has a table of the problems whose reference chains of "
+            "thought have at least so many tokens."
+        ),
+    ] = 1000,
     engine: dict[str, Any],
 ) -> None:
     """Count right answers by eviction policy and KV budget.
@@ -96,9 +103,12 @@ def evaluate(
     console.print(terminal_table(detail_rows(results), "Cells"))
     machine = describe_machine(engine["device"])
     if markdown is not None:
+        description = _description(source, engine, max_tokens, machine)
+        long_ids = {p.problem_id for p in chosen if (p.cot_tokens or 0) >= long_tokens}
+        if len(long_ids) == len(chosen):
+            long_ids = set()
         markdown.write_text(
-            markdown_report(results, _description(source, engine, max_tokens, machine)),
-            encoding="utf-8",
+            markdown_report(results, description, long_ids, long_tokens), encoding="utf-8"
         )
     if json_file is not None:
         record = {

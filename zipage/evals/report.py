@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from zipage.evals.runner import CellResult
@@ -68,8 +68,24 @@ def detail_rows(results: Sequence[CellResult]) -> Rows:
     return rows
 
 
-def markdown(results: Sequence[CellResult], description: Sequence[str]) -> str:
-    """Both tables as Markdown, under the lines that say what was run on what."""
+def markdown(
+    results: Sequence[CellResult],
+    description: Sequence[str],
+    long_ids: Collection[str] = (),
+    long_tokens: int = 0,
+) -> str:
+    """The tables as Markdown, under the lines that say what was run on what.
+
+    If there are `long_ids`, the problems with reference chains of `long_tokens` or more, they get
+    an accuracy table of their own.
+    """
+    long = [
+        f"Of these, the {len(long_ids)} problems with reference chains of thought of "
+        f"{long_tokens:,} tokens or more:",
+        "",
+        *_markdown_table(accuracy_rows([result.only(long_ids) for result in results])),
+        "",
+    ]
     return "\n".join(
         [
             *(f"- {line}" for line in description),
@@ -78,6 +94,7 @@ def markdown(results: Sequence[CellResult], description: Sequence[str]) -> str:
             "",
             *_markdown_table(accuracy_rows(results)),
             "",
+            *(long if long_ids else ()),
             "Each cell; compressions and evicted tokens are means per request:",
             "",
             *_markdown_table(detail_rows(results)),

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,11 @@ class CellResult:
     def mean(self, name: str) -> float:
         """Mean of a numeric field of the answers."""
         return float(sum(getattr(a, name) for a in self.answers)) / self.total
+
+    def only(self, problem_ids: Collection[str]) -> CellResult:
+        """The same cell, counting these problems alone."""
+        answers = tuple(a for a in self.answers if a.problem_id in problem_ids)
+        return replace(self, answers=answers)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the settings, the summary and every answer."""

@@ -149,12 +149,18 @@ ZP_INLINE zp_vf zp_exp2_neg(zp_vf x) {
 
 /* In-lane and cross-lane steps of a transpose; "lane" is a group of four floats here. */
 #if ZP_VL == 16
-#define ZP_ZIP_LO(a, b) ZP_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define ZP_ZIP_HI(a, b) ZP_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-#define ZP_PAIR_LO(a, b) ZP_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define ZP_PAIR_HI(a, b) ZP_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define ZP_EVEN_LANES(a, b) ZP_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define ZP_ODD_LANES(a, b) ZP_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+#define ZP_ZIP_LO(a, b) \
+    ZP_SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define ZP_ZIP_HI(a, b) \
+    ZP_SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define ZP_PAIR_LO(a, b) \
+    ZP_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define ZP_PAIR_HI(a, b) \
+    ZP_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define ZP_EVEN_LANES(a, b) \
+    ZP_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ZP_ODD_LANES(a, b) \
+    ZP_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
 #elif ZP_VL == 8
 #define ZP_ZIP_LO(a, b) ZP_SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
 #define ZP_ZIP_HI(a, b) ZP_SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
@@ -201,8 +207,10 @@ ZP_INLINE void zp_transpose(const float *rows, int64_t row, float *out, int64_t 
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
 #if ZP_VL == 16
-        const zp_vf even_01 = ZP_EVEN_LANES(x[0][i], x[1][i]), odd_01 = ZP_ODD_LANES(x[0][i], x[1][i]);
-        const zp_vf even_23 = ZP_EVEN_LANES(x[2][i], x[3][i]), odd_23 = ZP_ODD_LANES(x[2][i], x[3][i]);
+        const zp_vf even_01 = ZP_EVEN_LANES(x[0][i], x[1][i]);
+        const zp_vf even_23 = ZP_EVEN_LANES(x[2][i], x[3][i]);
+        const zp_vf odd_01 = ZP_ODD_LANES(x[0][i], x[1][i]);
+        const zp_vf odd_23 = ZP_ODD_LANES(x[2][i], x[3][i]);
         zp_store(out + (0 + i) * stride, ZP_EVEN_LANES(even_01, even_23));
         zp_store(out + (4 + i) * stride, ZP_EVEN_LANES(odd_01, odd_23));
         zp_store(out + (8 + i) * stride, ZP_ODD_LANES(even_01, even_23));
