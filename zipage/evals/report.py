@@ -79,13 +79,15 @@ def markdown(
     If there are `long_ids`, the problems with reference chains of `long_tokens` or more, they get
     an accuracy table of their own.
     """
-    long = [
-        f"Of these, the {len(long_ids)} problems with reference chains of thought of "
-        f"{long_tokens:,} tokens or more:",
-        "",
-        *_markdown_table(accuracy_rows([result.only(long_ids) for result in results])),
-        "",
-    ]
+    long = []
+    if long_ids:
+        long = [
+            f"Of these, the {len(long_ids)} problems with reference chains of thought of "
+            f"{long_tokens:,} tokens or more:",
+            "",
+            *_markdown_table(accuracy_rows([result.only(long_ids) for result in results])),
+            "",
+        ]
     return "\n".join(
         [
             *(f"- {line}" for line in description),
@@ -94,7 +96,7 @@ def markdown(
             "",
             *_markdown_table(accuracy_rows(results)),
             "",
-            *(long if long_ids else ()),
+            *long,
             "Each cell; compressions and evicted tokens are means per request:",
             "",
             *_markdown_table(detail_rows(results)),
