@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -134,7 +133,7 @@ class EngineConfig:
         self._check_choice("compaction", ("holes", "stable"))
         self._check_choice("admission", ("bounded", "optimistic"))
         self._check_choice("attention_backend", ("auto", "torch", "native"))
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r}: legal are auto, cpu, cuda and cuda:N")
         self._check_int("block_size", 16)
         if self.block_size % 16:
@@ -148,11 +147,17 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1)
+        for name in ("bounded_prefill", "enable_prefix_caching", "async_compression"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "async_compression" and value is None):
+                raise ConfigError(f"{name}={value!r} must be True or False")
         share = self.memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ConfigError(f"memory_utilization={share} must lie in (0, 1]")
-        if not 0 <= self.protect_prompt <= 1 or math.isnan(self.protect_prompt):
-            raise ConfigError(f"protect_prompt={self.protect_prompt} must lie in [0, 1]")
+        if share is not None and (not _is_real(share) or not 0 < share <= 1):
+            raise ConfigError(f"memory_utilization={share!r} must lie in (0, 1]")
+        if not _is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
+            raise ConfigError(f"protect_prompt={self.protect_prompt!r} must lie in [0, 1]")
+        if not isinstance(self.policy_options, Mapping):
+            raise ConfigError(f"policy_options={self.policy_options!r} must be a mapping")
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
             if self.num_kv_blocks is not None:
@@ -160,8 +165,13 @@ class EngineConfig:
                     "kv_cache_memory and num_kv_blocks both set the pool's size: give one"
                 )
         if self.compression != FULL:
-            from zipage.compression.policies import make_policy
+            from zipage.compression.policies import make_policy, policy_names
 
+            if self.compression not in policy_names():
+                raise ConfigError(
+                    f"compression={self.compression!r} is an unknown policy: legal are "
+                    f"{', '.join([*policy_names(), FULL])}"
+                )
             make_policy(self.compression, self.policy_options)
             self.check_budget(self.kv_budget)
         elif self.policy_options:
@@ -237,13 +247,25 @@ class EngineConfig:
             raise ConfigError(f"{name}={value} must be {legal}")
 
 
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def host_memory_available() -> int:
-    """Bytes of host memory that can be had without swapping."""
+    """Bytes of host memory that can be had without swapping, a container's limit included."""
+    available = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
+                    available = int(line.split()[1]) * 1024
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
+            text = limit.read().strip()
+            if text != "max":
+                available = min(available, int(text) - int(used.read()))
+    except (OSError, ValueError):
         pass
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return available

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         self.engine = LLMEngine(self.config)
+        self._streams: dict[str, OutputStream] = {}
 
     # ------------------------------------------------------------------ answering
 
@@ -74,7 +76,7 @@ class LLM:
         """
         ids = self._submit(prompts, sampling_params, priority, stream=False)
         outputs: dict[str, RequestOutput] = {}
-        for output in self._run(ids, on_step):
+        for output in OutputStream(self, ids, on_step):
             outputs[output.request_id] = output
         return [outputs[request_id] for request_id in ids]
 
@@ -84,13 +86,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-    ) -> Iterator[RequestOutput]:
+    ) -> OutputStream:
         """Like `generate`, but yields each request's output so far after every new token.
 
         Closing the iterator aborts what is unfinished.
         """
         ids = self._submit(prompts, sampling_params, priority, stream=True)
-        return self._run(ids, None)
+        return OutputStream(self, ids)
 
     def chat(
         self,
@@ -136,7 +138,9 @@ class LLM:
         stream: bool,
     ) -> list[str]:
         todo = as_prompt_list(prompts)
-        params = _each("sampling_params", sampling_params or SamplingParams(temperature=0.0), todo)
+        if sampling_params is None:
+            sampling_params = SamplingParams(temperature=0.0)
+        params = _each("sampling_params", sampling_params, todo)
         priorities = _each("priority", priority, todo)
         ids: list[str] = []
         try:
@@ -147,23 +151,17 @@ class LLM:
             raise
         return ids
 
-    def _run(self, ids: list[str], on_step: StepCallback | None) -> Iterator[RequestOutput]:
-        left = set(ids)
-        try:
-            while left:
-                for output in self.engine.step():
-                    if output.request_id in left:
-                        if output.finished:
-                            left.discard(output.request_id)
-                        yield output
-                if on_step is not None:
-                    on_step(self.engine.stats())
-        finally:
-            self._abort(left)
-
-    def _abort(self, ids: Sequence[str] | set[str]) -> None:
-        for request_id in ids:
+    def _abort(self, ids: Iterable[str]) -> None:
+        for request_id in list(ids):
+            self._streams.pop(request_id, None)
             self.engine.abort(request_id)
+
+    def _advance(self) -> None:
+        """Run one engine step and hand its outputs to whoever waits for them."""
+        for output in self.engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
 
     # ------------------------------------------------------------------ around it
 
@@ -189,6 +187,55 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Outputs of some requests, as the engine makes them.
+
+    Several streams of one `LLM` may be read in turn: reading any of them runs the engine for all.
+    Closing it, or dropping it, aborts what is unfinished.
+    """
+
+    def __init__(self, llm: LLM, ids: Sequence[str], on_step: StepCallback | None = None) -> None:
+        self._llm = llm
+        self._left = set(ids)
+        self._ready: deque[RequestOutput] = deque()
+        self._on_step = on_step
+        for request_id in ids:
+            llm._streams[request_id] = self
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output of one of the requests."""
+        self._ready.append(output)
+        if output.finished:
+            self._forget(output.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._left.discard(request_id)
+        self._llm._streams.pop(request_id, None)
+
+    def __next__(self) -> RequestOutput:
+        try:
+            while not self._ready:
+                if not self._left:
+                    raise StopIteration
+                self._llm._advance()
+                if self._on_step is not None:
+                    self._on_step(self._llm.stats())
+                for request_id in self._left - self._llm.engine.live_requests:
+                    self._forget(request_id)  # aborted by somebody else
+        except BaseException:
+            self.close()
+            raise
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Abort what is unfinished."""
+        left, self._left = self._left, set()
+        self._llm._abort(left)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:

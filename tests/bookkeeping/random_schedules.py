@@ -74,7 +74,8 @@ def random_asks(rng: random.Random, config: SchedulerConfig, count: int) -> list
     """
     b = config.block_size
     crowd = rng.random() < 0.5
-    texts = [[rng.randrange(100) for _ in range(8 * b)] for _ in range(2)]
+    texts = [[rng.randrange(100) for _ in range(8 * b)]]
+    texts.append([rng.randrange(100) for _ in range(b)] + texts[0][b:])
     window = rng.randint(1, b)
     max_blocks = rng.randint(2, 6)
     if crowd:

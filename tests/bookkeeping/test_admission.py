@@ -107,14 +107,13 @@ def test_priority_goes_before_age() -> None:
 
 def test_decodes_are_not_stopped_by_a_long_prompt() -> None:
     engine = make_engine(num_blocks=200, max_num_batched_tokens=8)
-    engine.add("prompt", Ask(prompt(400, seed=1), max_tokens=1))
-    decode = engine.add("decode", Ask(prompt(2, seed=2), max_tokens=30, priority=1))
-    while decode.num_output_tokens == 0 and engine.scheduler.has_unfinished:
+    decode = engine.add("decode", Ask(prompt(2, seed=2), max_tokens=30))
+    engine.step()
+    long = engine.add("long", Ask(prompt(400, seed=1), max_tokens=1, priority=-1))
+    for step in range(1, 30):
+        assert decode.num_output_tokens == step, "it got a token in every step"
         engine.step()
-    first = len(engine.schedule_log)
-    while "decode" not in engine.ended:
-        engine.step()
-    assert len(engine.schedule_log) - first == 29, "it got a token in every step"
+    assert "decode" in engine.ended and long.num_computed == 29 * 7
     engine.run()
 
 
@@ -167,7 +166,7 @@ def test_bounded_admission_never_preempts_compressible_requests() -> None:
             running[admission] += sum(len(items) for items in engine.schedule_log)
             steps[admission] += engine.steps
     assert preemptions["bounded"] == 0
-    assert preemptions["optimistic"] > 50, "the workload does not strain the pool"
+    assert preemptions["optimistic"] > 20, "the workload does not strain the pool"
     # Safety is not bought with idleness: most of the parallelism of the optimistic mode is there.
     mean = {k: running[k] / steps[k] for k in running}
     assert mean["bounded"] > 0.7 * mean["optimistic"], mean

@@ -75,6 +75,28 @@ def test_preemption_after_a_compression_swaps_exactly(steps_after: int, style: s
     assert small.compressions > 5
 
 
+def test_a_request_swapped_out_with_its_slot_waits_for_a_slot_to_return() -> None:
+    engine = make_engine(
+        num_blocks=5, num_query_slots=1, admission="optimistic", enable_prefix_caching=False
+    )
+    old = engine.add("old", Ask(prompt(8, seed=1), max_tokens=12))
+    small = engine.add("small", Ask(prompt(8, seed=2), max_tokens=40, max_blocks=2, window=B))
+    while small.status is not RequestStatus.SWAPPED:
+        engine.step()
+    assert engine.swapped["small"][2] is not None, "its window is partly collected"
+    engine.add("urgent", Ask(prompt(9, seed=3), max_tokens=20, max_blocks=3, window=B, priority=-1))
+    engine.abort("old")
+    assert old.status is RequestStatus.FINISHED
+    engine.step()
+    urgent = engine.scheduler.requests["urgent"]
+    while urgent.query_slot is not None and urgent.status is RequestStatus.RUNNING:
+        assert small.status is RequestStatus.SWAPPED and engine.pool.num_available >= 2
+        engine.step()
+    assert engine.steps > 10
+    engine.run()
+    assert small.swaps >= 1 and small.compressions > 5
+
+
 def test_a_swapped_request_that_is_aborted_leaves_host_memory() -> None:
     engine = make_engine(num_blocks=6, admission="optimistic", enable_prefix_caching=False)
     engine.add("old", Ask(prompt(4, seed=1), max_tokens=20))

@@ -50,6 +50,34 @@ def test_closing_a_stream_aborts_it(llm: LLM) -> None:
     assert_empty(llm)
 
 
+def test_streams_read_in_turn_lose_nothing(llm: LLM) -> None:
+    one = llm.stream([prompt_ids(llm, 3, seed=1)], greedy(10))
+    two = llm.stream([prompt_ids(llm, 4, seed=2)], greedy(30))
+    pairs = list(zip(one, two, strict=False))
+    assert len(pairs) == 10 and pairs[-1][0].finished
+    (other,) = llm.generate([prompt_ids(llm, 5, seed=3)], greedy(60))
+    assert len(tokens_of(other)) == 60
+    assert len(list(two)) in (19, 20), "its outputs of meanwhile were kept"
+    unread = llm.stream([prompt_ids(llm, 3, seed=1)], greedy(50))
+    unread.close()
+    assert_empty(llm)
+
+
+def test_request_aborted_from_elsewhere_ends_its_stream(llm: LLM) -> None:
+    stream = llm.stream([prompt_ids(llm, 3, seed=1)], greedy(500))
+    name = next(stream).request_id
+    llm.engine.abort(name)
+    assert len(list(stream)) <= 1
+    assert_empty(llm)
+
+
+def test_streamed_logprobs_do_not_grow_afterwards(llm: LLM) -> None:
+    stream = llm.stream([prompt_ids(llm, 2, seed=1)], greedy(6, logprobs=1))
+    answers = [output.outputs[0] for output in stream]
+    assert [len(a.token_ids) for a in answers] == [1, 2, 3, 4, 5, 6]
+    assert [len(a.logprobs or ()) for a in answers] == [1, 2, 3, 4, 5, 6]
+
+
 def test_stop_string_ends_the_request(llm: LLM) -> None:
     prompt = prompt_ids(llm, 4, seed=3)
     (free,) = llm.generate([prompt], greedy(60))
@@ -121,17 +149,19 @@ def test_budget_per_request(llm: LLM) -> None:
         (7, {}, "prompt"),
         ([5] * 5000, {}, "5000 tokens.*max_model_len=4096"),
         ([5], {"max_tokens": 4096}, "max_tokens=4096.*at most 4095"),
+        ([5] * 3, None, "sampling_params must be SamplingParams"),
         ([5], {"kv_budget": 100}, "kv_budget=100.*multiple of block_size=16"),
         ([5], {"kv_budget": 0}, "kv_budget"),
         ([5], {"kv_budget": 64, "compression": "off"}, "must be None"),
     ],
 )
 def test_bad_requests_are_refused_and_disturb_nobody(
-    llm: LLM, prompt: Any, params: dict[str, Any], message: str
+    llm: LLM, prompt: Any, params: dict[str, Any] | None, message: str
 ) -> None:
     good = prompt_ids(llm, 2, seed=1)
     with pytest.raises(RequestError, match=message):
-        llm.generate([good, prompt], [greedy(5), SamplingParams(**params)])
+        bad: Any = "greedy" if params is None else SamplingParams(**params)
+        llm.generate([good, prompt], [greedy(5), bad])
     assert_empty(llm)
     assert len(tokens_of(llm.generate([good], greedy(5))[0])) == 5
 
@@ -156,18 +186,23 @@ def test_empty_batch_and_single_prompts(llm: LLM) -> None:
         ({"kv_cache_memory": "2 parsecs"}, "is not a size"),
         ({"kv_cache_memory": "1MiB"}, "at least 33 are needed"),
         ({"kv_cache_memory": "1GiB", "num_kv_blocks": 5}, "both"),
-        ({"compression": "magic"}, "unknown policy 'magic'"),
+        ({"compression": "magic"}, "'magic' is an unknown policy: legal are .*full"),
         ({"policy_options": {"lambda": 1}}, "no option 'lambda'"),
         ({"policy_options": {"lam": 2}}, "from 0 to 1"),
         ({"compression": "full", "policy_options": {"lam": 1}}, "no meaning"),
         ({"max_model_len": 10**6}, "8192 positions"),
         ({"memory_utilization": 0.0}, r"\(0, 1\]"),
         ({"max_num_seqs": True}, "must be an integer"),
+        ({"enable_prefix_caching": "false"}, "must be True or False"),
+        ({"memory_utilization": "0.5"}, "memory_utilization='0.5'"),
+        ({"device": 0}, "device=0"),
+        ({"policy_options": None}, "must be a mapping"),
+        ({"attention_backend": "native", "dtype": "bfloat16"}, "attention_backend='native' needs"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(device="cpu", **options)
+        LLM(**{"device": "cpu", **options})
 
 
 def test_config_is_hashed_by_nothing_but_its_values() -> None:

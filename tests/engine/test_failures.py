@@ -19,7 +19,7 @@ def test_failed_compression_fails_its_request_only(asynchronous: bool) -> None:
         inner = runner.compress
 
         def compress(job) -> None:  # type: ignore[no-untyped-def]
-            if job.request_id == victim and job.compression_index == 1:
+            if job.request_id.startswith(f"{victim}#") and job.compression_index == 1:
                 raise MemoryError("no workspace")
             inner(job)
 
@@ -104,6 +104,88 @@ def test_engine_failure_reaches_every_caller() -> None:
         with pytest.raises(EngineDeadError):
             await asyncio.wait_for(ask(), 30)
         assert not llm.is_running
+        llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_interrupted_compression_leaves_a_usable_engine() -> None:
+    with make_llm() as llm:
+        prompts = [prompt_ids(llm, 4 + i, seed=i) for i in range(3)]
+        runner = llm.engine.core.runner
+        inner, calls = runner.compress, 0
+
+        def compress(job) -> None:  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyboardInterrupt
+            inner(job)
+
+        runner.compress = compress  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, greedy(60))
+        llm.engine.step()
+        assert_empty(llm)
+        outputs = llm.generate(prompts, greedy(60))
+    assert [tokens_of(o) for o in outputs] == run_alone(prompts, [greedy(60)] * 3)
+
+
+@pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
+def test_failed_swap_fails_its_request_only(direction: str) -> None:
+    with make_llm() as llm:
+        core = llm.engine.core
+        prompts = [prompt_ids(llm, 2, seed=i) for i in range(2)]
+        for name, prompt in zip("ab", prompts, strict=True):
+            llm.engine.add_request(prompt, greedy(60), name)
+        while core.scheduler.counters.compressions < 2:
+            llm.engine.step()
+
+        def fail(move) -> None:  # type: ignore[no-untyped-def]
+            raise MemoryError("host memory is full")
+
+        setattr(core.runner, direction, fail)
+        victim = next(r for r in core.scheduler.running if r.payload.group_id == "b")
+        core.scheduler._preempt(victim)
+        done = {}
+        while llm.engine.has_unfinished:
+            done.update({o.request_id: o for o in llm.engine.step()})
+        assert done["b"].error == "swap failed: MemoryError: host memory is full"
+        assert tokens_of(done["a"]) == run_alone(prompts[:1], [greedy(60)])[0]
+        assert_empty(llm)
+
+
+def test_failed_decoding_of_a_logprob_fails_its_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def token_text(tokenizer, token):  # type: ignore[no-untyped-def]
+        raise ValueError("no such token")
+
+    monkeypatch.setattr("zipage.engine.engine.token_text", token_text)
+    with make_llm() as llm:
+        prompt = prompt_ids(llm, 2, seed=1)
+        bad, good = llm.generate([prompt, prompt], [greedy(5, logprobs=1), greedy(5)])
+        assert bad.error == "detokeniser failed: ValueError: no such token"
+        assert len(tokens_of(good)) == 5
+        assert_empty(llm)
+
+
+def test_failure_outside_the_step_reaches_every_caller() -> None:
+    async def scenario() -> None:
+        llm = AsyncLLM(device="cpu", block_size=16, kv_budget=64, num_kv_blocks=100)
+
+        def report(group):  # type: ignore[no-untyped-def]
+            raise RuntimeError("no report")
+
+        llm.engine._report = report  # type: ignore[method-assign]
+
+        async def ask() -> None:
+            async for _ in llm.generate([5, 6, 7], SamplingParams(max_tokens=5)):
+                pass
+
+        tasks = [asyncio.create_task(ask()) for _ in range(3)]
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        assert all(isinstance(r, (EngineDeadError, RuntimeError)) for r in results), results
         llm.shutdown()
 
     asyncio.run(scenario())

@@ -83,7 +83,9 @@ def lookup_answer(prompt: str) -> str:
     rows = re.findall(r"(\w+)(?: (\d+))? -> (\w+)[,.]", table)
     assert len(rows) == table.count("->")
     following = {key: after for key, _, after in rows}
-    start, hops = re.match(r"Start at (\w+) and follow the table \(#1-#(\d+)\)\.", question).groups()
+    start, hops = re.match(
+        r"Start at (\w+) and follow the table \(#1-#(\d+)\)\.", question
+    ).groups()
     here, total = start, 0
     values = {key: int(value or 0) for key, value, _ in rows}
     for _ in range(int(hops)):

@@ -184,9 +184,7 @@ def test_a_budget_evicts_and_is_kept() -> None:
     assert result.right == 0, "nothing of the prompt is left after 32 tokens"
 
 
-def test_a_finished_cell_is_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = short_problems(1)
     cells = plan_cells(["full"], [])
     first = list(run_cells(cells, problems, ENGINE, 200, tmp_path))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zipage.cache.kv_cache import KVCache
+from zipage.errors import ConfigError
 
 
 @dataclass
@@ -105,7 +106,8 @@ class AttentionBackend(ABC):
 def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
     """Build the backend called `name`: ``torch``, ``native`` (CPU) or ``auto``."""
     spec = cache.spec
-    if name in ("auto", "native") and spec.device.type == "cpu" and spec.dtype == torch.float32:
+    fits = spec.device.type == "cpu" and spec.dtype == torch.float32 and spec.head_dim <= 256
+    if name in ("auto", "native") and fits:
         from zipage.kernels import native
 
         if name == "native" or native.available():
@@ -113,9 +115,9 @@ def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
 
             return NativeBackend(cache, scale)
     if name == "native":
-        raise ValueError(
-            f"attention backend 'native' needs device cpu and dtype float32, "
-            f"got {spec.device} and {spec.dtype}"
+        raise ConfigError(
+            f"attention_backend='native' needs device cpu, dtype float32 and head_dim <= 256, "
+            f"got {spec.device}, {spec.dtype} and {spec.head_dim}"
         )
     from zipage.attention.torch_backend import TorchBackend
 

@@ -72,6 +72,7 @@ class NativeBackend(AttentionBackend):
     run, and whether the token is computed in a decode step or in a prefill chunk of any size.
     The number of threads is torch's (`torch.get_num_threads()` of the calling thread). Backends
     hold no scratch memory, so that several engines may run in different threads.
+    A step whose metadata is out of range raises before anything is written.
 
     Raises:
         ValueError: the cache is not fp32 on the CPU, or head_dim > 256.
@@ -91,7 +92,7 @@ class NativeBackend(AttentionBackend):
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim {spec.head_dim} exceeds {MAX_HEAD_DIM}")
         self._forward = native.load().zp_attn_forward
-        self._forward.argtypes = (*(ctypes.c_void_p,) * 5, ctypes.c_int)
+        self._forward.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int)
         self._forward.restype = ctypes.c_int
         # The transform is kept with the pointers into it, so that they cannot dangle.
         self._layers: dict[int, tuple[QKVTransform, _Layer]] = {}
@@ -104,8 +105,9 @@ class NativeBackend(AttentionBackend):
             known = self._layers[layer] = (transform, self._describe(layer, transform))
         spec = self.cache.spec
         rows = qkv.shape[0]
-        query = torch.empty(rows, spec.num_heads * spec.head_dim)
-        out = torch.empty_like(query)
+        if qkv.dtype != torch.float32 or not qkv.is_contiguous():
+            raise ValueError(f"qkv must be contiguous float32, got {qkv.dtype} {qkv.stride()}")
+        out = torch.empty(rows, spec.num_heads * spec.head_dim)
         tables = step.block_tables
         described = _Step(
             step.positions.data_ptr(),
@@ -123,7 +125,6 @@ class NativeBackend(AttentionBackend):
             ctypes.addressof(known[1]),
             ctypes.addressof(described),
             qkv.data_ptr(),
-            query.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )

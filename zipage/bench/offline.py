@@ -247,7 +247,7 @@ class _Run:
         return RunResult(
             mode=self.mode,
             wall_seconds=wall,
-            prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+            prompt_tokens=after.prefill_tokens - before.prefill_tokens,
             generated_tokens=generated,
             tokens_per_second=generated / wall,
             steps=steps,

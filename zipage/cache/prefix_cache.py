@@ -16,6 +16,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return digest.digest()
 
 
+def hash_salt(salt: bytes) -> bytes:
+    """Parent of a text's first block; never equal to the hash of a block."""
+    return hashlib.blake2b(salt, digest_size=16, person=b"salt").digest()
+
+
 class PrefixCache:
     """Maps token prefixes to blocks of the pool.
 
@@ -37,7 +42,7 @@ class PrefixCache:
         b = self.block_size
         while len(hashes) < num_blocks:
             i = len(hashes)
-            parent = hashes[-1] if hashes else salt
+            parent = hashes[-1] if hashes else hash_salt(salt)
             hashes.append(hash_block(parent, token_ids[i * b : (i + 1) * b]))
 
     def match(

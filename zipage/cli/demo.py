@@ -19,18 +19,21 @@ _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_co
 def demo(
     *,
     problems: Annotated[int, typer.Option(help="Number of problems.")] = 24,
+    families: Annotated[
+        str, typer.Option(help="Of ledger, addition and lookup, separated by commas.")
+    ] = "addition,lookup",
     min_tokens: Annotated[
         int, typer.Option(help="Shortest reference chain of thought, in tokens.")
-    ] = 1200,
+    ] = 1600,
     max_tokens: Annotated[
         int, typer.Option(help="Longest reference chain of thought, in tokens.")
     ] = 2400,
     seed: Annotated[int, typer.Option(help="Of the problems.")] = 0,
     kv_budget: Annotated[int, typer.Option(help="Tokens Zipage keeps per request.")] = 512,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 64,
     pool_tokens: Annotated[
         int, typer.Option(help="Size of the KV pool, in tokens of full KV.")
-    ] = 4096,
+    ] = 3072,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: torch's choice.")
     ] = None,
@@ -41,9 +44,9 @@ def demo(
 ) -> None:
     """Answer a batch of reasoning problems with full KV, then with Zipage, in the same memory.
 
-    All the chains of thought together are longer than the KV pool can hold in full. Shows both
-    runs live, or as a line every few seconds when the output is not a terminal, then a table.
-    Exit code 1 if a request failed.
+    The problems ask for every step to be checked. All their reasoning together is longer than
+    the KV pool can hold in full. Shows both runs live, or as a line every few seconds when the
+    output is not a terminal, then a table. Exit code 1 if a request failed.
     """
     console = Console()
     with console.status("loading the model"):
@@ -63,7 +66,14 @@ def demo(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        chosen = generate_problems(problems, seed, min_tokens=min_tokens, max_tokens=max_tokens)
+        chosen = generate_problems(
+            problems,
+            seed,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+            families=[name.strip() for name in families.split(",")],
+            check=True,
+        )
         reply_tokens = reply_limit(chosen, pool_tokens)
         sides = (
             full_side(engine, block_size),
@@ -88,6 +98,7 @@ def demo(
         record = {
             "settings": {
                 "problems": problems,
+                "families": families,
                 "min_tokens": min_tokens,
                 "max_tokens": max_tokens,
                 "seed": seed,

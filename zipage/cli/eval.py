@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _OWN = {"kv_budget", "compression", "policy_options", "seed"}
 #: Shortest chain of thought of generated problems; below the budget there is nothing to evict.
 _GENERATED_MIN_TOKENS = 1000
+#: A table written to a file need not fit a terminal.
+_FILE_COLUMNS = 160
 
 
 @with_options("engine", [option for option in engine_options() if option.name not in _OWN])
@@ -35,6 +37,10 @@ def evaluate(
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of generated problems.")] = 48,
+    families: Annotated[
+        str,
+        typer.Option(help="Families of the generated problems, separated by commas."),
+    ] = "ledger,addition,lookup",
     min_tokens: Annotated[
         int | None,
         typer.Option(
@@ -89,7 +95,9 @@ def evaluate(
     from zipage.evals.runner import plan_cells, run_cells
 
     console = Console(soft_wrap=True)
-    chosen, source = _choose_problems(problems, count, min_tokens, seed)
+    if not console.is_terminal:
+        console = Console(soft_wrap=True, width=_FILE_COLUMNS)
+    chosen, source = _choose_problems(problems, count, _split(families), min_tokens, seed)
     cells = plan_cells(_split(policies), _budgets(budgets))
     options = {**engine, "seed": seed}
     console.print(f"{source}; {len(cells)} cells", highlight=False)
@@ -155,7 +163,7 @@ class _CellProgress:
 
 
 def _choose_problems(
-    file: Path | None, count: int, min_tokens: int | None, seed: int
+    file: Path | None, count: int, families: list[str], min_tokens: int | None, seed: int
 ) -> tuple[list[Problem], str]:
     from zipage.evals.problems import generate_problems, load_problems
 
@@ -165,8 +173,8 @@ def _choose_problems(
         source = f"{len(chosen)} problems of {file.name}"
     else:
         least = _GENERATED_MIN_TOKENS if min_tokens is None else min_tokens
-        chosen = generate_problems(count, seed, min_tokens=least)
-        source = f"{count} generated problems, seed {seed}"
+        chosen = generate_problems(count, seed, min_tokens=least, families=families)
+        source = f"{count} generated problems ({', '.join(families)}), seed {seed}"
     lengths = [p.cot_tokens for p in chosen if p.cot_tokens]
     if lengths:
         source += (

@@ -60,7 +60,13 @@ class SyncExecutor(CompressionExecutor):
         self._done: list[CompressionOutcome] = []
 
     def submit(self, job: CompressionJob) -> None:
-        self._done.append(_run(self._run, job))
+        try:
+            self._done.append(_run(self._run, job))
+        except BaseException as interruption:
+            # Ctrl-C, say: the request's cache is half moved, and it must be known to have failed.
+            cause = RuntimeError(f"interrupted by {type(interruption).__name__}")
+            self._done.append(CompressionOutcome(job.request_id, cause))
+            raise
 
     def poll(self) -> list[CompressionOutcome]:
         done, self._done = self._done, []
@@ -122,15 +128,18 @@ class StreamExecutor(CompressionExecutor):
         self._failed: list[CompressionOutcome] = []
 
     def submit(self, job: CompressionJob) -> None:
+        current = torch.cuda.current_stream(self._stream.device)
         # The keys and queries the compression reads were written on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             outcome = _run(self._run, job)
-            if outcome.error is not None:
-                self._failed.append(outcome)
-                return
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
+        if outcome.error is not None:
+            # What it enqueued before it failed still writes to blocks that are released now.
+            current.wait_event(event)
+            self._failed.append(outcome)
+            return
         self._in_flight.append((job, event))
 
     def _take(self) -> CompressionOutcome:

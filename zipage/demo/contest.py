@@ -149,11 +149,12 @@ def zipage_side(
     It gets as many query slots as its requests can need: a request holds one for the last
     `window` of every `block_size` tokens, and twice that share is ample.
     """
-    window = engine_options.get("window", EngineConfig.window)
+    own = {"block_size": block_size, "compression": "zipage", "kv_budget": kv_budget}
+    options = {**engine_options, **own}
+    window = EngineConfig.from_options(options).resolved_window
     running = pool_tokens / (kv_budget + block_size)
     slots = max(1, math.ceil(running * min(1.0, 2 * window / block_size)))
-    own = {"compression": "zipage", "kv_budget": kv_budget, "num_query_slots": slots}
-    return Side("Zipage", {**engine_options, "block_size": block_size, **own})
+    return Side("Zipage", {**options, "num_query_slots": slots})
 
 
 def longest_prompt(problems: Sequence[Problem]) -> int:

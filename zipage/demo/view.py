@@ -181,8 +181,8 @@ def verdict(full: SideResult, zipage: SideResult) -> str:
         f"In the same {full.kv_bytes / (1 << 20):.1f} MiB, Zipage took "
         f"{100 / ratio:.0f} % of full KV's time ({ratio:.2f}x as fast), running "
         f"{zipage.stats.mean_running:.1f} requests at once instead of "
-        f"{full.stats.mean_running:.1f} and prefilling {zipage.stats.prompt_tokens:,} tokens "
-        f"instead of {full.stats.prompt_tokens:,}."
+        f"{full.stats.mean_running:.1f} and prefilling {zipage.stats.prefill_tokens:,} tokens "
+        f"instead of {full.stats.prefill_tokens:,}."
     )
 
 
@@ -237,7 +237,7 @@ def result_table(full: SideResult, zipage: SideResult) -> Table:
         f"{one.preemptions_recompute} + {one.preemptions_swap}",
         f"{other.preemptions_recompute} + {other.preemptions_swap}",
     )
-    row("prefilled tokens", f"{one.prompt_tokens:,}", f"{other.prompt_tokens:,}")
+    row("prefilled tokens", f"{one.prefill_tokens:,}", f"{other.prefill_tokens:,}")
     row("compressions", f"{one.compressions:,}", f"{other.compressions:,}")
     row("tokens evicted", f"{one.evicted_tokens:,}", f"{other.evicted_tokens:,}")
     row("same answer on both sides", "", "", f"{same_answers(full, zipage)}/{total}")

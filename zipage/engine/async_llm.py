@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import queue
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +51,6 @@ class AsyncLLM:
         self.engine = LLMEngine(self.config)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
-        self._ids = itertools.count()
         self._stats = self.engine.stats()
         self._error: BaseException | None = None
         self._stopped = False
@@ -78,7 +77,7 @@ class AsyncLLM:
             EngineDeadError: the engine failed or was shut down.
         """
         params = sampling_params or SamplingParams(temperature=0.0)
-        name = request_id if request_id is not None else f"async-{next(self._ids)}"
+        name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         accepted = False
 
@@ -162,9 +161,11 @@ class AsyncLLM:
         except BaseException as error:
             logger.critical("the engine thread ended", exc_info=error)
             self._error = error
-            for output in self.engine.fail_all(error):
-                self._deliver(output)
-            # Submissions that arrived meanwhile are told too.
+            self.engine.kill(error)
+            # Reporting may be what failed: whoever gets no last output is told below.
+            with contextlib.suppress(Exception):
+                for output in self.engine.fail_all(error):
+                    self._deliver(output)
             dead = EngineDeadError(f"the engine stopped: {error}")
             for listener in self._listeners.values():
                 listener.put(dead)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from zipage.compression.executor import CompressionOutcome, make_executor
+from zipage.compression.job import CompressionJob
 from zipage.config import EngineConfig
 from zipage.engine.request import Request
-from zipage.engine.scheduler import Scheduler, SchedulerConfig, StepPlan
+from zipage.engine.scheduler import Scheduler, SchedulerConfig, StepPlan, SwapMove
 from zipage.execution.model_runner import ModelRunner
 from zipage.execution.sampler import SamplerOutput
 from zipage.outputs import FinishReason, Logprob
@@ -37,7 +38,10 @@ class TokenUpdate:
 
 @dataclass
 class EngineStats:
-    """Counters since the start and gauges of now. Times are seconds, sizes tokens or blocks."""
+    """Counters since the start and gauges of now. Times are seconds, sizes tokens or blocks.
+
+    `prefill_tokens` are computed prompt tokens and recomputed ones, not those found in the cache.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -50,7 +54,7 @@ class EngineStats:
     query_slots_total: int = 0
     query_slots_in_use: int = 0
     steps: int = 0
-    prompt_tokens: int = 0
+    prefill_tokens: int = 0
     generated_tokens: int = 0
     compressions: int = 0
     evicted_tokens: int = 0
@@ -74,11 +78,6 @@ class EngineStats:
     def mean_running(self) -> float:
         """Requests computed per step, on average."""
         return self.running_sum / self.steps if self.steps else 0.0
-
-    @property
-    def mean_blocks_owned(self) -> float:
-        """Blocks with an owner, on average over the steps."""
-        return self.blocks_owned_sum / self.steps if self.steps else 0.0
 
 
 class EngineCore:
@@ -132,14 +131,20 @@ class EngineCore:
         updates: list[TokenUpdate] = []
         self._collect(self._executor.poll(), updates)
         jobs = self.scheduler.plan_compressions()
-        self.runner.swap_out(self.scheduler.take_swap_outs())
-        for job in jobs:
-            self._executor.submit(job)
+        self._swap(self.runner.swap_out, self.scheduler.take_swap_outs(), updates)
+        try:
+            while jobs:
+                self._executor.submit(jobs.pop(0))
+        finally:
+            for job in jobs:  # only after an interruption
+                self.scheduler.fail_compression(job.request_id)
         if not self._asynchronous:
             self._collect(self._executor.poll(), updates)
         plan = self.scheduler.schedule()
-        self.runner.swap_out(plan.swap_outs)
-        self.runner.swap_in(plan.swap_ins)
+        self._swap(self.runner.swap_out, plan.swap_outs, updates)
+        self._swap(self.runner.swap_in, plan.swap_ins, updates)
+        live = self.scheduler.requests  # a failed swap ends its request
+        plan.scheduled = [item for item in plan.scheduled if item.request.request_id in live]
         if plan.scheduled:
             self._execute(plan, updates)
         elif self.scheduler.jobs:
@@ -148,9 +153,24 @@ class EngineCore:
         stats.step_seconds += time.perf_counter() - started
         return updates
 
-    def _compress(self, job: object) -> None:
+    def _swap(
+        self,
+        copy: Callable[[SwapMove], None],
+        moves: Iterable[SwapMove],
+        updates: list[TokenUpdate],
+    ) -> None:
+        for move in moves:
+            try:
+                copy(move)
+            except Exception as error:
+                logger.exception("swapping request %s failed", move.request.request_id)
+                self.scheduler.finish(move.request)
+                self.runner.swap.drop(move.request.request_id)
+                updates.append(_failed(move.request, error, "swap"))
+
+    def _compress(self, job: CompressionJob) -> None:
         started = time.perf_counter()
-        self.runner.compress(job)  # type: ignore[arg-type]
+        self.runner.compress(job)
         self._stats.compression_seconds += time.perf_counter() - started
 
     def _collect(self, outcomes: Iterable[CompressionOutcome], updates: list[TokenUpdate]) -> None:
@@ -184,11 +204,12 @@ class EngineCore:
         now = time.perf_counter()
         row = 0
         for item in plan.scheduled:
-            if item.num_tokens > 1 or not item.samples:
-                self._stats.prompt_tokens += item.num_tokens
+            request = item.request
+            if item.num_tokens > 1 or not item.samples or not request.num_output_tokens:
+                self._stats.prefill_tokens += item.num_tokens
             if not item.samples:
                 continue
-            request, token = item.request, output.token_ids[row]
+            token = output.token_ids[row]
             fault = output.errors.get(row) if output.errors else None
             logprobs = output.logprobs[row] if output.logprobs else None
             row += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,11 +60,12 @@ class LLMEngine:
         self._tokenizer: Any = None
         self._groups: dict[str, _Group] = {}
         self._ids = itertools.count()
+        self._serial = itertools.count()
         self._dead: BaseException | None = None
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded when first needed: requests of token ids can do without."""
+        """The tokenizer, loaded when first needed."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._tokenizer_source, self.config.revision)
         return self._tokenizer
@@ -96,12 +97,19 @@ class LLMEngine:
         """
         self._check_alive()
         if request_id is None:
-            request_id = f"request-{next(self._ids)}"
+            request_id = next(
+                name for i in self._ids if (name := f"request-{i}") not in self._groups
+            )
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is already in use")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority={priority!r} must be an integer")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}"
+            )
         text, token_ids = self._resolve_prompt(prompt)
+        _ = self.tokenizer  # a model without one is refused here, not when its answer is decoded
         params.verify(self.vocab_size)
         max_blocks = self._resolve_budget(params)
         max_tokens = self._resolve_max_tokens(params, len(token_ids), max_blocks)
@@ -224,7 +232,8 @@ class LLMEngine:
         if params.logprobs is not None:
             answer.logprobs, answer.cumulative_logprob = [], 0.0
         return Request(
-            request_id=group.request_id if params.n == 1 else f"{group.request_id}#{index}",
+            # Unique for ever, unlike the caller's id, which is free again once the request ended.
+            request_id=f"{group.request_id}#{index}@{next(self._serial)}",
             prompt_token_ids=group.prompt_token_ids,
             max_tokens=max_tokens,
             block_size=self.config.block_size,
@@ -244,6 +253,11 @@ class LLMEngine:
         """Whether any request has not ended."""
         return bool(self._groups) or self.core.has_unfinished
 
+    @property
+    def live_requests(self) -> Set[str]:
+        """Ids of the requests that have not ended."""
+        return self._groups.keys()
+
     def step(self) -> list[RequestOutput]:
         """Run one engine step; returns the outputs of requests that ended or stream.
 
@@ -256,7 +270,7 @@ class LLMEngine:
             updates = self.core.step()
         except Exception as error:
             logger.critical("the engine stopped", exc_info=error)
-            self._dead = error
+            self.kill(error)
             raise EngineDeadError(f"the engine stopped: {error}") from error
         touched: dict[str, _Group] = {}
         for update in updates:
@@ -277,20 +291,22 @@ class LLMEngine:
             for token, entry in zip(update.token_ids, update.logprobs, strict=True):
                 assert answer.cumulative_logprob is not None
                 answer.cumulative_logprob += entry[token].logprob
-                for candidate, logprob in entry.items():
-                    logprob.decoded_token = token_text(self.tokenizer, candidate)
         reason, stop_reason = update.finish_reason, update.stop_reason
-        if answer.detokenizer is not None and update.token_ids:
+        if update.token_ids and (answer.detokenizer is not None or update.logprobs):
+            found = None
             try:
-                answer.text += answer.detokenizer.push(update.token_ids)
+                for entry in update.logprobs or ():
+                    for candidate, logprob in entry.items():
+                        logprob.decoded_token = token_text(self.tokenizer, candidate)
+                if answer.detokenizer is not None:
+                    answer.text += answer.detokenizer.push(update.token_ids)
+                    found = answer.detokenizer.stopped
             except Exception as error:
                 logger.exception("detokenising request %s failed", group.request_id)
                 reason = "error"
                 update.error = f"detokeniser failed: {type(error).__name__}: {error}"
-            else:
-                found = answer.detokenizer.stopped
-                if found is not None:
-                    reason, stop_reason = "stop", found
+            if found is not None:
+                reason, stop_reason = "stop", found
             if reason is not None and update.finish_reason is None:
                 self.core.abort(update.request.request_id)
         if reason is not None:
@@ -329,6 +345,11 @@ class LLMEngine:
         if group is None:
             return None
         return self._end_group(group, "abort", None)
+
+    def kill(self, error: BaseException) -> None:
+        """Refuse everything from now on, because of `error`."""
+        if self._dead is None:
+            self._dead = error
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End every live request with `error`; returns their last outputs."""
@@ -370,7 +391,7 @@ class LLMEngine:
                 text=answer.text,
                 token_ids=list(answer.output_token_ids),
                 cumulative_logprob=answer.cumulative_logprob,
-                logprobs=answer.logprobs,
+                logprobs=None if answer.logprobs is None else list(answer.logprobs),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
                 metrics=_metrics(request),

@@ -140,6 +140,8 @@ class Scheduler:
         advice = "raise the KV pool's size or lower max_tokens"
         if request.max_blocks is None:
             advice += ", or give the request a kv_budget"
+        elif request.max_blocks > pool:
+            advice += ", or lower kv_budget"
         elif not request.bounded_prefill:
             advice += ", or switch bounded_prefill on"
         return (

@@ -246,13 +246,11 @@ class ModelRunner:
         self.compressor.run(job)
 
     @torch.inference_mode()
-    def swap_out(self, moves: Sequence[SwapMove]) -> None:
-        """Save the cache of preempted compressed requests in host memory."""
-        for move in moves:
-            self.swap.swap_out(move.request.request_id, move.block_ids, move.query_slot)
+    def swap_out(self, move: SwapMove) -> None:
+        """Save the cache of a preempted compressed request in host memory."""
+        self.swap.swap_out(move.request.request_id, move.block_ids, move.query_slot)
 
     @torch.inference_mode()
-    def swap_in(self, moves: Sequence[SwapMove]) -> None:
-        """Bring saved caches back."""
-        for move in moves:
-            self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)
+    def swap_in(self, move: SwapMove) -> None:
+        """Bring a saved cache back."""
+        self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)

@@ -41,7 +41,7 @@ class HostSwap:
     def swap_in(self, request_id: str, block_ids: tuple[int, ...], query_slot: int | None) -> None:
         """Copy a request back, into these blocks and this query slot."""
         c = self._cache
-        saved = self._store.pop(request_id)
+        saved = self._store[request_id]
         device = c.kv.device
         index = torch.tensor(block_ids, device=device)
         c.kv.index_copy_(1, index, saved.kv.to(device))
@@ -49,6 +49,7 @@ class HostSwap:
         c.positions.index_copy_(1, index, saved.positions.to(device))
         if saved.queries is not None and query_slot is not None:
             c.queries[:, query_slot].copy_(saved.queries)
+        del self._store[request_id]
 
     def drop(self, request_id: str) -> None:
         """Forget a swapped request that ended."""

@@ -77,7 +77,6 @@ class Policy(ABC):
 
     Attributes:
         name: what users call it.
-        needs_queries: whether it reads the window's queries.
         default_window: tokens of the window unless the engine is told otherwise.
 
     Raises:
@@ -85,7 +84,6 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
-    needs_queries: ClassVar[bool]
     default_window: ClassVar[int] = 16
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ class BlockPolicy(Policy):
     """
 
     name: ClassVar[str] = "block"
-    needs_queries: ClassVar[bool] = True
 
     group: Reduction = "max"
     window_reduction: Reduction = "mean"

@@ -22,7 +22,6 @@ class H2OPolicy(Policy):
     """
 
     name: ClassVar[str] = "h2o"
-    needs_queries: ClassVar[bool] = True
 
     group: Reduction = "mean"
     window_reduction: Reduction = "mean"

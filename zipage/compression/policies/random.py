@@ -29,7 +29,6 @@ class RandomPolicy(Policy):
     """
 
     name: ClassVar[str] = "random"
-    needs_queries: ClassVar[bool] = False
 
     def scores(self, view: CacheView) -> PolicyScores:
         """Score every cached token uniformly in [0, 1)."""

@@ -28,7 +28,6 @@ class RKVPolicy(Policy):
     """
 
     name: ClassVar[str] = "rkv"
-    needs_queries: ClassVar[bool] = True
 
     group: Reduction = "max"
     window_reduction: Reduction = "mean"

@@ -21,7 +21,6 @@ class SnapKVPolicy(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
-    needs_queries: ClassVar[bool] = True
 
     group: Reduction = "mean"
     window_reduction: Reduction = "mean"

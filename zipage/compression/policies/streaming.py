@@ -18,7 +18,6 @@ class StreamingPolicy(Policy):
     """
 
     name: ClassVar[str] = "streaming"
-    needs_queries: ClassVar[bool] = False
 
     num_sinks: Count = 4
 

@@ -38,7 +38,6 @@ class ZipagePolicy(Policy):
     """
 
     name: ClassVar[str] = "zipage"
-    needs_queries: ClassVar[bool] = True
     default_window: ClassVar[int] = 24
 
     group: Reduction = "max"

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  (loads the OpenMP runtime the kernels share)
 
+from zipage.errors import ZipageError
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -42,7 +44,7 @@ _FLAGS = (
 )
 
 
-class NativeUnavailable(RuntimeError):
+class NativeUnavailable(ZipageError, RuntimeError):
     """The native kernels cannot be built here; the message says why."""
 
 
@@ -83,12 +85,13 @@ def load() -> ctypes.CDLL:
     try:
         folder = _cache_dir()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # read-only, or no home at all
         folder = Path(tempfile.mkdtemp(prefix="zipage-"))
     library = folder / f"kernels-{digest.hexdigest()[:20]}.so"
     if not library.exists():
         # Built under a private name and renamed, so that two processes never see half a file.
-        partial = library.with_suffix(f".{os.getpid()}.tmp")
+        handle, partial = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        os.close(handle)
         command = [compiler, *_FLAGS, *map(str, sources), "-o", str(partial), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

@@ -15,11 +15,11 @@
  */
 #include "attention.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "attention_plan.h"
 #include "attention_tile.h"
+#include "attention_write.h"
 
 /* Denormals are flushed on every thread alike: threads may have been started under different
  * modes, and a result must not depend on which of them computed it. */
@@ -46,90 +46,13 @@ static fp_mode_t flush_denormals(void) { return 0; }
 static void restore_fp_mode(fp_mode_t mode) { (void)mode; }
 #endif
 
-/* --- Norm, RoPE, cache write -------------------------------------------------------------- */
-
-static void normalise(const float *x, const float *weight, float eps, int dim, float *out) {
-    zp_vf squares = zp_set1(0.0f);
-    float rest = 0.0f;
-    int i = 0;
-    for (; i + ZP_VL <= dim; i += ZP_VL) {
-        const zp_vf v = zp_load(x + i);
-        squares = zp_fma(v, v, squares);
-    }
-    for (; i < dim; i++) rest += x[i] * x[i];
-    const float inverse = 1.0f / sqrtf((zp_sum(squares) + rest) / (float)dim + eps);
-    for (i = 0; i + ZP_VL <= dim; i += ZP_VL)
-        zp_store(out + i, zp_load(x + i) * zp_set1(inverse) * zp_load(weight + i));
-    for (; i < dim; i++) out[i] = x[i] * inverse * weight[i];
-}
-
-static void rotate(float *x, const float *cos, const float *sin, int half) {
-    int i = 0;
-    for (; i + ZP_VL <= half; i += ZP_VL) {
-        const zp_vf a = zp_load(x + i), b = zp_load(x + half + i);
-        const zp_vf c = zp_load(cos + i), s = zp_load(sin + i);
-        zp_store(x + i, zp_fma(a, c, -(b * s)));
-        zp_store(x + half + i, zp_fma(b, c, a * s));
-    }
-    for (; i < half; i++) {
-        const float a = x[i], b = x[half + i];
-        x[i] = a * cos[i] - b * sin[i];
-        x[half + i] = b * cos[i] + a * sin[i];
-    }
-}
-
-static int write_row(const zp_attn_layer *layer, const zp_attn_step *step, int64_t row,
-                     const float *qkv, float *q, float *out) {
-    const int dim = (int)layer->dim, half = (int)layer->half;
-    const int64_t heads = layer->heads, kv_heads = layer->kv_heads, block = layer->block_size;
-    const int64_t slot = step->slot_mapping[row], capture = step->capture[row];
-    const int64_t position = step->positions[row];
-    const size_t bytes = sizeof(float) * (size_t)dim;
-    if (row >= step->tokens) {
-        memset(out + row * heads * dim, 0, bytes * (size_t)heads);
-        return DONE;
-    }
-    if (position < 0 || position >= layer->max_positions) return BAD_POSITION;
-    if (slot < -1 || slot >= layer->num_blocks * block) return BAD_SLOT;
-    if (capture < -1 || capture >= layer->capture_rows) return BAD_CAPTURE;
-    const float *cos = layer->cos + position * half, *sin = layer->sin + position * half;
-    const float *x = qkv + row * (heads + 2 * kv_heads) * dim;
-    const float factor = layer->scale * 1.44269504088896341f;
-    float y[MAX_DIM] ZP_ALIGN;
-    for (int64_t h = 0; h < heads; h++, x += dim) {
-        if (layer->q_norm)
-            normalise(x, layer->q_norm, layer->norm_eps, dim, y);
-        else
-            memcpy(y, x, bytes);
-        rotate(y, cos, sin, half);
-        if (capture >= 0) memcpy(layer->queries + (capture * heads + h) * dim, y, bytes);
-        float *to = q + (row * heads + h) * dim;
-        for (int i = 0; i < dim; i++) to[i] = y[i] * factor;
-    }
-    if (slot < 0) return DONE;
-    float *to = layer->kv + (slot / block * 2 * kv_heads * block + slot % block) * dim;
-    for (int64_t h = 0; h < kv_heads; h++, x += dim) {
-        if (layer->k_norm)
-            normalise(x, layer->k_norm, layer->norm_eps, dim, y);
-        else
-            memcpy(y, x, bytes);
-        rotate(y, cos, sin, half);
-        memcpy(to + h * block * dim, y, bytes);
-    }
-    to += kv_heads * block * dim;
-    for (int64_t h = 0; h < kv_heads; h++, x += dim) memcpy(to + h * block * dim, x, bytes);
-    return DONE;
-}
-
 /* --- One chunk of slots for the rows of a work item --------------------------------------- */
 
-/* Keys of a quarter of the first tile of an item, or of its last slot if it has no such quarter. */
-static const float *first_keys(const job_t *job, const item_t *item, int quarter) {
-    const zp_attn_step *step = job->step;
-    const int64_t slot = (int64_t)item->first_chunk * CHUNK + quarter * QUARTER;
-    const int64_t last = step->cache_lens[item->sequence] - 1;
-    return key_at(job->layer, step->block_tables + item->sequence * step->max_blocks, item->kv_head,
-                  slot < last ? slot : last);
+/* Keys of the quarters of the tile at `slot`; quarters beyond the last slot repeat that one. */
+ZP_INLINE void find_quarters(const zp_attn_layer *layer, const int32_t *table, int64_t kv_head,
+                             int64_t slot, int64_t end, const float **quarters) {
+    for (int i = 0; i < 4; i++, slot += QUARTER)
+        quarters[i] = key_at(layer, table, kv_head, slot < end ? slot : end - 1);
 }
 
 /* Fills `to` with the partial softmax of an item's rows over one chunk. `dim` is a compile-time
@@ -146,7 +69,8 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
     const int64_t start = step->query_start[item->sequence];
     const int64_t fresh = step->query_start[item->sequence + 1] - start;
     const int64_t before = step->cache_lens[item->sequence] - fresh;
-    const int64_t values = layer->kv_heads * layer->block_size * dim; /* from keys to values */
+    const int64_t head_floats = layer->block_size * dim; /* from head to head */
+    const int64_t values = layer->kv_heads * head_floats; /* from keys to values */
 
     float kt[(packed ? dim : MAX_DIM) * TILE] ZP_ALIGN;
     float gathered[packed ? 1 : 2 * TILE * MAX_DIM] ZP_ALIGN; /* keys, then values */
@@ -156,10 +80,12 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
 
     const int all_rows = item->padded * item->kv_heads;
     for (int h = 0; h < item->kv_heads; h++) {
-        const float *first = job->q + (start * layer->heads + (item->kv_head + h) * group) * dim;
+        const int64_t first_head = (start - job->q_row) * layer->heads
+                                   + (item->kv_head + h) * group;
         for (int r = 0; r < item->padded; r++) {
             const int row = item->row + (r < item->rows ? r : item->rows - 1);
-            q[h * item->padded + r] = first + (row / group * layer->heads + row % group) * dim;
+            q[h * item->padded + r] = job->q
+                + (first_head + row / group * layer->heads + row % group) * dim;
             limit[h * item->padded + r] = before + row / group + 1;
         }
     }
@@ -173,9 +99,19 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
     /* With more rows arithmetic outweighs the reading of the cache. */
     const int fetching = packed && item->padded <= 2 * ROWS;
 
-    for (int64_t slot0 = chunk * CHUNK; slot0 < stop; slot0 += TILE)
+    /* Keys of the item's first KV head: quarters of this tile and of the one that follows. */
+    const float *here[4], *then[4];
+    if (packed) find_quarters(layer, table, item->kv_head, chunk * CHUNK, end, here);
+    for (int64_t slot0 = chunk * CHUNK; slot0 < stop; slot0 += TILE) {
+        if (packed && slot0 + TILE < end)
+            find_quarters(layer, table, item->kv_head, slot0 + TILE, end, then);
+        else if (fetching && next)
+            find_quarters(layer, step->block_tables + next->sequence * step->max_blocks,
+                          next->kv_head, (int64_t)next->first_chunk * CHUNK,
+                          step->cache_lens[next->sequence], then);
+        else
+            memcpy(then, here, sizeof then);
         for (int h = 0; h < item->kv_heads; h++) {
-            const int64_t kv_head = item->kv_head + h;
             tile_t tile = {
                 .kt = kt, .v_stride = packed ? dim : stride, .start = slot0,
                 .slots = (int)(stop - slot0 < TILE ? stop - slot0 : TILE),
@@ -187,23 +123,15 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
             /* Quarters of this tile's values, then of the keys that follow. */
             const float *ahead[8];
             for (int i = 0; fetching && i < 4; i++) {
-                const int64_t slot = slot0 + i * QUARTER, last = end - 1;
-                ahead[i] = key_at(layer, table, kv_head, slot < last ? slot : last) + values;
-                if (h + 1 < item->kv_heads)
-                    ahead[4 + i] = key_at(layer, table, kv_head + 1, slot < last ? slot : last);
-                else if (slot0 + TILE < end)
-                    ahead[4 + i] = key_at(layer, table, item->kv_head,
-                                          slot + TILE < last ? slot + TILE : last);
-                else
-                    ahead[4 + i] = next ? first_keys(job, next, i) : q[0];
+                ahead[i] = here[i] + h * head_floats + values;
+                ahead[4 + i] = h + 1 < item->kv_heads ? here[i] + (h + 1) * head_floats : then[i];
             }
             if (packed) {
                 for (int t = 0; t < tile.slots; t += QUARTER) {
-                    const float *keys = key_at(layer, table, kv_head, slot0 + t);
-                    for (int i = 0; i < QUARTER; i += ZP_VL)
-                        tile.v[(t + i) / ZP_VL] = keys + values + i * dim;
-                    const int left = tile.slots - t < QUARTER ? tile.slots - t : QUARTER;
-                    const int i = t / QUARTER;
+                    const int i = t / QUARTER, left = tile.slots - t;
+                    const float *keys = here[i] + h * head_floats;
+                    for (int j = 0; j < QUARTER; j += ZP_VL)
+                        tile.v[(t + j) / ZP_VL] = keys + values + j * dim;
                     if (fetching)
                         transpose_quarter(keys, dim, kt + t, dim, left,
                                           ahead[i / 2] + i % 2 * dim / 2 * LINE);
@@ -213,12 +141,14 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
             } else {
                 float *keys = gathered, *copies = gathered + TILE * stride;
                 for (int t = 0; t < tile.slots; t++) {
-                    const float *key = key_at(layer, table, kv_head, slot0 + t);
+                    const float *key = key_at(layer, table, item->kv_head + h, slot0 + t);
                     memcpy(keys + t * stride, key, sizeof(float) * (size_t)dim);
                     memcpy(copies + t * stride, key + values, sizeof(float) * (size_t)dim);
                 }
                 for (int t = 0; t < tile.slots; t += ZP_VL) tile.v[t / ZP_VL] = copies + t * stride;
-                transpose_quarter(keys, stride, kt, stride, tile.slots, NULL);
+                for (int t = 0; t < tile.slots; t += QUARTER)
+                    transpose_quarter(keys + t * stride, stride, kt + t, stride, tile.slots - t,
+                                      NULL);
             }
             const int whole = tile.slots == TILE;
             for (int i = 4; fetching && !whole && i < 8; i++)
@@ -231,6 +161,8 @@ ZP_INLINE void attend_chunk(const job_t *job, const item_t *item, int64_t chunk,
                     attend_tile(&tile, r0, dim, stride, NULL);
             }
         }
+        memcpy(here, then, sizeof here);
+    }
     for (int r = 0; r < all_rows; r++) {
         to.l[r] = zp_sum(zp_load(sums + r * ZP_VL));
         to.m[r] = tops[r / ROWS * ZP_VL + r % ROWS];
@@ -335,32 +267,64 @@ static void merge_item(const job_t *job, const item_t *item, state_t partials) {
 
 /* --- Entry ------------------------------------------------------------------------------------ */
 
-/* What every thread of the team runs; alone, outside a parallel region, a thread does all of it. */
-static void run_team(const job_t *job, const plan_t *plan, const float *qkv, float *q,
-                     state_t partials, int team, int *status) {
-    const attend_chunk_fn kernel = kernel_for(job->layer);
-    const fp_mode_t mode = flush_denormals();
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < job->step->rows; row++) {
-        const int bad = write_row(job->layer, job->step, row, qkv, q, job->out);
-        if (bad) {
-#pragma omp atomic write
-            *status = bad;
+static int check_step(const zp_attn_layer *layer, const zp_attn_step *step) {
+    if (layer->dim < 1 || layer->dim > MAX_DIM || 2 * layer->half > layer->dim
+        || layer->heads % layer->kv_heads || layer->block_size < 1)
+        return BAD_SHAPE;
+    if (step->tokens < 0 || step->tokens > step->rows) return BAD_SEQUENCE;
+    if (step->query_start[0] != 0 || step->query_start[step->sequences] != step->tokens)
+        return BAD_SEQUENCE;
+    for (int64_t s = 0; s < step->sequences; s++) {
+        const int64_t fresh = step->query_start[s + 1] - step->query_start[s];
+        const int64_t blocks = ceil_div(step->cache_lens[s], layer->block_size);
+        if (fresh < 0 || fresh > step->cache_lens[s] || blocks > step->max_blocks)
+            return BAD_SEQUENCE;
+        for (int64_t i = 0; fresh && i < blocks; i++) {
+            const int32_t id = step->block_tables[s * step->max_blocks + i];
+            if (id < 0 || id >= layer->num_blocks) return BAD_BLOCK;
         }
     }
-    if (*status == DONE) {
+    for (int64_t row = 0; row < step->tokens; row++) {
+        const int64_t slot = step->slot_mapping[row], capture = step->capture[row];
+        if (step->positions[row] < 0 || step->positions[row] >= layer->max_positions)
+            return BAD_POSITION;
+        if (slot < -1 || slot >= layer->num_blocks * layer->block_size) return BAD_SLOT;
+        if (capture < -1 || capture >= layer->capture_rows) return BAD_CAPTURE;
+    }
+    return DONE;
+}
+
+/* What every thread of the team runs; alone, outside a parallel region, a thread does all of it. */
+static void run_team(const job_t *job, const plan_t *plan, state_t partials, int team) {
+    const attend_chunk_fn kernel = kernel_for(job->layer);
+    const fp_mode_t mode = flush_denormals();
+    if (!plan->decoding) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < job->step->tokens; row++)
+            write_row(job, row, 0, job->layer->kv_heads);
+    }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < plan->count; i++) {
-            const int64_t then = i + team;
-            run_item(job, &plan->items[plan->order[i]],
-                     then < plan->count ? &plan->items[plan->order[then]] : NULL, kernel, partials);
+    for (int64_t i = 0; i < plan->count; i++) {
+        const item_t *item = &plan->items[plan->order[i]];
+        const int64_t then = i + team;
+        const item_t *next = then < plan->count ? &plan->items[plan->order[then]] : NULL;
+        if (plan->decoding) {
+            /* No other item needs what this one writes: queries stay in this core's cache. */
+            float queries[OWN_QUERIES] ZP_ALIGN;
+            job_t alone = *job;
+            alone.q = queries;
+            alone.q_row = job->step->query_start[item->sequence];
+            write_row(&alone, alone.q_row, item->kv_head, item->kv_heads);
+            run_item(&alone, item, next, kernel, partials);
+        } else {
+            run_item(job, item, next, kernel, partials);
         }
-        if (plan->partial_rows) {
+    }
+    if (plan->partial_rows) {
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < plan->count; i++)
-                if (plan->items[i].partial >= 0 && plan->items[i].first_chunk == 0)
-                    merge_item(job, &plan->items[i], partials);
-        }
+        for (int64_t i = 0; i < plan->count; i++)
+            if (plan->items[i].partial >= 0 && plan->items[i].first_chunk == 0)
+                merge_item(job, &plan->items[i], partials);
     }
     restore_fp_mode(mode);
 }
@@ -368,35 +332,39 @@ static void run_team(const job_t *job, const plan_t *plan, const float *qkv, flo
 /* Norms and rotates queries and keys, writes keys and values to the cache, stores captured
  * queries, and attends.
  *
- * qkv: [rows, (heads + 2 kv_heads) * dim]; q: scratch [rows, heads * dim];
- * out: [rows, heads * dim], zero in padding rows. Returns DONE or the reason why nothing was
- * computed (the cache may have been written in part). */
+ * qkv: [rows, (heads + 2 kv_heads) * dim]; out: [rows, heads * dim], zero in padding rows.
+ * Returns DONE or the reason why nothing was done. */
 int zp_attn_forward(const zp_attn_layer *layer, const zp_attn_step *step, const float *qkv,
-                    float *q, float *out, int threads) {
+                    float *out, int threads) {
     int status = check_step(layer, step);
     if (status) return status;
     plan_t plan;
     status = make_plan(layer, step, threads, &plan);
     if (status) return status;
+    /* Partial states, then queries that several threads need. */
+    const int64_t width = layer->heads * layer->dim;
     const int64_t stride = row_stride((int)layer->dim);
+    const int64_t state_floats = plan.partial_rows * (stride + 2);
+    const int64_t floats = state_floats + (plan.decoding ? 0 : step->tokens * width);
     float *workspace = NULL;
-    if (plan.partial_rows
-        && posix_memalign((void **)&workspace, 64,
-                          sizeof(float) * (size_t)(plan.partial_rows * (stride + 2)))) {
+    if (floats && posix_memalign((void **)&workspace, 64, sizeof(float) * (size_t)floats)) {
         free(plan.items);
         return NO_MEMORY;
     }
     const state_t partials = {workspace, workspace + plan.partial_rows * stride,
                               workspace + plan.partial_rows * (stride + 1)};
-    const job_t job = {layer, step, q, out};
+    const job_t job = {.layer = layer, .step = step, .qkv = qkv, .out = out,
+                       .q = workspace + state_floats};
+    memset(out + step->tokens * width, 0,
+           sizeof(float) * (size_t)((step->rows - step->tokens) * width));
     const int team = plan.cost < SMALL_WORK ? 1 : threads;
     if (team > 1) {
 #pragma omp parallel num_threads(team)
-        run_team(&job, &plan, qkv, q, partials, team, &status);
+        run_team(&job, &plan, partials, team);
     } else {
-        run_team(&job, &plan, qkv, q, partials, 1, &status);
+        run_team(&job, &plan, partials, 1);
     }
     free(workspace);
     free(plan.items);
-    return status;
+    return DONE;
 }

@@ -23,14 +23,11 @@ enum {
     ITEM_ROWS = 64, /* most rows of one work item; rows of a KV head share its transposed keys */
     ITEM_HEADS = 4, /* most KV heads of one work item: they are neighbours in memory */
     MAX_DIM = 256,
+    OWN_QUERIES = ITEM_ROWS * MAX_DIM, /* floats of queries an item can keep to itself */
     QUARTER = TILE / 4, /* slots that must be contiguous for tiles to be read in place */
     LINE = 16,          /* floats of a cache line */
     GROUPS = TILE / ZP_VL,
-#if ZP_VL == 8
-    COLUMNS = 2, /* vectors per row held in registers; 16 registers on AVX2, 32 elsewhere */
-#else
-    COLUMNS = 4,
-#endif
+    COLUMNS = ZP_VL == 8 ? 2 : 4, /* vectors per row held in registers; whole lines */
     SMALL_WORK = 20000, /* cost of a step (see item_cost) not worth waking other threads for */
 };
 
@@ -73,8 +70,10 @@ enum {
 typedef struct {
     const zp_attn_layer *layer;
     const zp_attn_step *step;
-    const float *q; /* [rows, heads, dim], scaled by softmax scale * log2(e) */
-    float *out;     /* [rows, heads, dim] */
+    const float *qkv; /* [rows, heads + 2 kv_heads, dim] */
+    float *q;         /* [rows from q_row on, heads, dim], scaled by softmax scale * log2(e) */
+    int64_t q_row;
+    float *out;       /* [rows, heads, dim] */
 } job_t;
 
 /* Rows [row, row + rows) of one sequence in each of `kv_heads` KV heads; row = token * group + head

@@ -10,33 +10,13 @@ typedef struct {
     item_t *items;
     int32_t *order; /* items, most expensive first */
     int64_t count, partial_rows, cost;
+    int decoding; /* whether every item holds the only new token of its sequence */
 } plan_t;
 
 /* Slots the last row of an item sees. */
 static int64_t item_slots(const zp_attn_step *step, int64_t seq, int64_t last_row, int64_t group) {
     const int64_t fresh = step->query_start[seq + 1] - step->query_start[seq];
     return step->cache_lens[seq] - fresh + last_row / group + 1;
-}
-
-static int check_step(const zp_attn_layer *layer, const zp_attn_step *step) {
-    if (layer->dim < 1 || layer->dim > MAX_DIM || 2 * layer->half > layer->dim
-        || layer->heads % layer->kv_heads || layer->block_size < 1)
-        return BAD_SHAPE;
-    if (step->tokens < 0 || step->tokens > step->rows) return BAD_SEQUENCE;
-    if (step->sequences && (step->query_start[0] != 0
-                            || step->query_start[step->sequences] > step->tokens))
-        return BAD_SEQUENCE;
-    for (int64_t s = 0; s < step->sequences; s++) {
-        const int64_t fresh = step->query_start[s + 1] - step->query_start[s];
-        const int64_t blocks = ceil_div(step->cache_lens[s], layer->block_size);
-        if (fresh < 0 || fresh > step->cache_lens[s] || blocks > step->max_blocks)
-            return BAD_SEQUENCE;
-        for (int64_t i = 0; fresh && i < blocks; i++) {
-            const int32_t id = step->block_tables[s * step->max_blocks + i];
-            if (id < 0 || id >= layer->num_blocks) return BAD_BLOCK;
-        }
-    }
-    return DONE;
 }
 
 /* How the work of a step is cut into items. */
@@ -140,6 +120,10 @@ static int make_plan(const zp_attn_layer *layer, const zp_attn_step *step, int t
     if (!plan->items) return NO_MEMORY;
     plan->order = (int32_t *)(plan->items + plan->count);
     list_items(layer, step, cut, plan);
+    plan->decoding = !cut.by_chunk;
+    for (int64_t s = 0; s < step->sequences; s++)
+        plan->decoding &= step->query_start[s + 1] - step->query_start[s] <= 1;
+    plan->decoding &= layer->heads * layer->dim <= OWN_QUERIES;
     sort_items(layer, step, plan);
     return DONE;
 }

@@ -18,11 +18,11 @@ ZP_INLINE const float *key_at(const zp_attn_layer *layer, const int32_t *table, 
     return layer->kv + (head * block + (uint32_t)slot % block) * layer->dim;
 }
 
-/* Transposes the keys of the quarter tile at slot `t`: kt[d][t + i] = keys[i][d]. Asks for half of
- * the quarter tile `ahead`. */
+/* Transposes the keys of a quarter tile, or of its first `slots` slots: kt[d][t] = keys[t][d]. Asks
+ * for half of the quarter tile `ahead`. */
 ZP_INLINE void transpose_quarter(const float *keys, int64_t stride, float *kt, int dim, int slots,
                                  const float *ahead) {
-    for (int t = 0; t < slots; t += ZP_VL)
+    for (int t = 0; t < slots && t < QUARTER; t += ZP_VL)
         for (int d = 0; d < dim; d += LINE) {
             if (ahead)
                 for (int i = 0; i < ZP_VL / 2; i++, ahead += LINE) fetch(ahead);

@@ -23,6 +23,13 @@
 #define ZP_VL 4
 #endif
 
+/* Vector registers of the machine. */
+#if ZP_VL == 16 || defined(__aarch64__)
+#define ZP_REGISTERS 32
+#else
+#define ZP_REGISTERS 16
+#endif
+
 #define ZP_INLINE static inline __attribute__((always_inline, unused))
 #define ZP_ALIGN __attribute__((aligned(64)))
 
