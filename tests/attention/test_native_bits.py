@@ -55,7 +55,7 @@ def solo(
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"{g.heads}x{g.kv_heads}x{g.dim}")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_chunks_batch_and_threads_leave_the_bits_alone(
     geometry: Geometry, data: st.DataObject

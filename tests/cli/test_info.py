@@ -72,7 +72,7 @@ def test_the_numbers_are_the_engines(qwen3_8b: str) -> None:
     found = facts("--kv-cache-memory", "64MiB", "--kv-budget", "512", "--max-num-seqs", "8")
     with LLM(kv_cache_memory="64MiB", kv_budget=512, max_num_seqs=8) as llm:
         runner = llm.engine.core.runner
-        assert found["parameters"] == sum(p.numel() for p in runner.model.parameters())
+        assert found["parameters"] == runner.model.num_parameters
         assert found["kv_bytes_per_token"] == runner.cache.spec.bytes_per_token
         assert found["fits"][0]["with_budget"] == runner.cache.spec.num_blocks // 9
 

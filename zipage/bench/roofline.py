@@ -41,7 +41,7 @@ def weight_bytes_per_step(model: Decoder) -> int:
     head as well.
     """
     unread = 0 if model.config.tie_word_embeddings else _bytes(model.embed_weight)
-    return sum(_bytes(weight) for weight in model.parameters()) - unread
+    return model.weight_bytes - unread
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def describe(
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)
     # On the meta device weights have shapes and no storage.
     decoder = Decoder(model_config, dtype, torch.device("meta"), max_positions=1)
-    parameters = sum(weight.numel() for weight in decoder.parameters())
+    parameters = decoder.num_parameters
     lengths = sorted(set(lengths or _default_lengths(longest)))
     sizes = _POOL_SIZES if config.kv_cache_memory is None else (config.kv_cache_memory,)
     return {

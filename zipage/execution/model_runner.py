@@ -93,6 +93,8 @@ class ModelRunner:
         self.cache = KVCache(plan_pool(config, spec, self.max_model_len))
         scale = mc.head_dim**-0.5
         self.backend = make_backend(config.attention_backend, self.cache, scale)
+        if self.backend.name == "native":
+            self.model.pack()
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(

@@ -8,6 +8,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.errors import ConfigError
 from zipage.models.config import ModelConfig
 from zipage.models.rope import build_rope_tables
+
+if TYPE_CHECKING:
+    from zipage.kernels.native.linear import PackedLinear
 
 # From this many elements on torch splits an elementwise operation between threads.
 _PARALLEL_ELEMENTS = 32768
@@ -86,6 +90,7 @@ class DecoderLayer(_WeightHolder):
                 self.__dict__[name] = None
             else:
                 self.add_weight(name, *shape, dtype=model.dtype, device=model.device)
+        self.packed: _PackedLayer | None = None
         self.index = index
         self.norm_shape = (hidden,)
         self.norm_eps = config.norm_eps
@@ -99,6 +104,9 @@ class DecoderLayer(_WeightHolder):
 
     def forward(self, x: torch.Tensor, backend: AttentionBackend, step: StepInputs) -> None:
         """Add attention and MLP to the residual stream `x` ``[T', E]`` in place."""
+        if self.packed is not None:
+            self.packed.forward(self, x, backend, step)
+            return
         h = F.rms_norm(x, self.norm_shape, self.input_norm, self.norm_eps)
         qkv = F.linear(h, self.qkv_weight, self.qkv_bias)
         attended = backend.attend(self.index, qkv, self.transform, step)
@@ -118,6 +126,31 @@ class DecoderLayer(_WeightHolder):
 
     def _add_reduced(self, x: torch.Tensor, partial: torch.Tensor) -> None:
         x.add_(partial if self.all_reduce is None else self.all_reduce(partial))
+
+
+class _PackedLayer:
+    """A layer's matrices laid out for the native CPU kernels; the originals are given up."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        from zipage.kernels.native.elementwise import add_rms_norm, silu_mul
+        from zipage.kernels.native.linear import PackedLinear
+
+        self._add_rms_norm, self._silu_mul = add_rms_norm, silu_mul
+        self.qkv = PackedLinear(layer.qkv_weight, layer.qkv_bias)
+        self.o = PackedLinear(layer.o_weight, layer.o_bias)
+        self.gate_up = PackedLinear(layer.gate_up_weight, layer.gate_up_bias)
+        self.down = PackedLinear(layer.down_weight, layer.down_bias)
+        for weight in (layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight):
+            weight.data = torch.empty(0)
+
+    def forward(
+        self, layer: DecoderLayer, x: torch.Tensor, backend: AttentionBackend, step: StepInputs
+    ) -> None:
+        """`DecoderLayer.forward` with fused native operations."""
+        qkv = self.qkv(self._add_rms_norm(x, None, layer.input_norm, layer.norm_eps))
+        self.o.add_to(x, backend.attend(layer.index, qkv, layer.transform, step))
+        gate_up = self.gate_up(self._add_rms_norm(x, None, layer.post_norm, layer.norm_eps))
+        self.down.add_to(x, self._silu_mul(gate_up))
 
 
 class Decoder(_WeightHolder):
@@ -143,6 +176,7 @@ class Decoder(_WeightHolder):
         embed_weight: ``[V, E]``.
         head_weight: ``[V, E]``, the same tensor where embeddings are tied.
         final_norm: ``[E]``.
+        num_parameters, weight_bytes: of this rank; tied embeddings count once.
 
     Raises:
         ConfigError: the model cannot be split over `tp_size` ranks.
@@ -190,6 +224,26 @@ class Decoder(_WeightHolder):
         layers = tuple(DecoderLayer(self, i) for i in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.decoder_layers: tuple[DecoderLayer, ...] = layers
+        self.num_parameters = sum(weight.numel() for weight in self.parameters())
+        self.weight_bytes = self.num_parameters * dtype.itemsize
+        self._packed_head: PackedLinear | None = None
+
+    def pack(self) -> None:
+        """Lay out the loaded weights for the native CPU kernels: fp32, one rank.
+
+        Raises:
+            NativeUnavailable: the kernels cannot be built on this machine.
+            ValueError: the weights are not fp32 on the CPU, or a shard.
+        """
+        from zipage.kernels.native.linear import PackedLinear
+
+        if self.all_reduce is not None:
+            raise ValueError("only an unsharded model can be packed")
+        for layer in self.decoder_layers:
+            layer.packed = _PackedLayer(layer)
+        self._packed_head = PackedLinear(self.head_weight)
+        if not self.config.tie_word_embeddings:
+            self.head_weight.data = torch.empty(0)
 
     def forward(self, step: StepInputs, backend: AttentionBackend) -> torch.Tensor:
         """Run the layers over the new tokens of one step.
@@ -218,6 +272,8 @@ class Decoder(_WeightHolder):
         Returns:
             ``[R, V]`` fp32.
         """
+        if self._packed_head is not None:
+            return self._packed_head(hidden.contiguous())
         rows = hidden.shape[0]
         padding = -rows % 4 if rows else 4
         if padding:
