@@ -47,7 +47,7 @@ def test_sizes_of_a_known_model_without_its_weights(qwen3_8b: str) -> None:
     assert found["block_bytes_full_kv"] == 256 * 147_456
     # A score and a position, 4 bytes each, per token, layer and KV head.
     assert found["block_bytes"] == 256 * (147_456 + 36 * 8 * 8)
-    assert found["query_slot_bytes"] == 36 * 16 * 32 * 128 * 2
+    assert found["query_slot_bytes"] == 36 * 24 * 32 * 128 * 2
     assert found["max_blocks"] == 2048 // 256 + 1
 
 
