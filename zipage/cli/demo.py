@@ -81,19 +81,19 @@ def demo(
         )
         warm_up(sides)
     for line in introduction(chosen, pool_tokens, block_size, kv_budget):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     pool = {"num_kv_blocks": pool_tokens // block_size}
     results = []
     for side in sides:
         with View(console) as view:
             result = run_side(side, chosen, pool=pool, max_tokens=reply_tokens, watcher=view)
-        console.print(result.summary, highlight=False)
+        console.print(result.summary, highlight=False, soft_wrap=True)
         results.append(result)
         # The second side gets the same bytes, and pays for its scores and query slots from them.
         pool = {"kv_cache_memory": result.kv_bytes}
     full, zipage = results
     console.print(result_table(full, zipage))
-    console.print(verdict(full, zipage), highlight=False)
+    console.print(verdict(full, zipage), highlight=False, soft_wrap=True)
     if json_file is not None:
         record = {
             "settings": {

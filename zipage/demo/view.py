@@ -68,7 +68,9 @@ class View:
         if self._live is not None:
             self._live.update(_screen(snapshot, rate, self._console.width), refresh=True)
         else:
-            self._console.print(_line(snapshot, rate), markup=False, highlight=False)
+            self._console.print(
+                _line(snapshot, rate), markup=False, highlight=False, soft_wrap=True
+            )
 
     def _rate(self, snapshot: Snapshot) -> float:
         if snapshot.name != self._name:
