@@ -104,6 +104,8 @@ class PagedRun:
             device=torch.device("cpu"),
         )
         self.backend = make_backend(KVCache(spec), decoder.scale)
+        if self.backend.name == "native" and decoder.all_reduce is None:
+            decoder.pack()  # as the model runner does
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks))
         self.tables = order[: num_sequences * per_sequence].view(num_sequences, per_sequence)
         self.lengths = [0] * num_sequences

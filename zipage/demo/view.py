@@ -165,8 +165,9 @@ def introduction(
     whole = [p.cot_tokens + count_tokens(p.prompt) for p in problems]
     mean = sum(whole) / len(whole)
     capped = kv_budget + block_size
+    families = " and ".join(dict.fromkeys(p.family for p in problems))
     return [
-        f"{len(problems)} reasoning problems for zipage-tiny, with {min(chains):,} to "
+        f"{len(problems)} {families} problems for zipage-tiny, with {min(chains):,} to "
         f"{max(chains):,} tokens of reasoning each; prompts and reasoning are {sum(whole):,} "
         "tokens together.",
         f"The KV pool has room for {pool_tokens:,} tokens: {pool_tokens / mean:.1f} of these "

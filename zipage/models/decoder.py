@@ -229,7 +229,7 @@ class Decoder(_WeightHolder):
         self._packed_head: PackedLinear | None = None
 
     def pack(self) -> None:
-        """Lay out the loaded weights for the native CPU kernels: fp32, one rank.
+        """Lay out the loaded weights for the native CPU kernels, once: fp32, one rank.
 
         Raises:
             NativeUnavailable: the kernels cannot be built on this machine.
@@ -237,6 +237,8 @@ class Decoder(_WeightHolder):
         """
         from zipage.kernels.native.linear import PackedLinear
 
+        if self._packed_head is not None:
+            return
         if self.all_reduce is not None:
             raise ValueError("only an unsharded model can be packed")
         for layer in self.decoder_layers:
