@@ -78,3 +78,22 @@ def test_wrong_inputs_are_refused() -> None:
         linear.add_to(torch.randn(3, 40), torch.randn(4, 30))
     with pytest.raises(ValueError, match="bfloat16"):
         PackedLinear(torch.randn(4, 4, dtype=torch.bfloat16))
+
+
+def test_sums_round_no_worse_than_torch() -> None:
+    """Long sums, and a residual far larger than the products added to it."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(64, 1536, generator=generator) * 0.05
+    x = torch.randn(40, 1536, generator=generator)
+    y = torch.randn(40, 64, generator=generator) * 300
+    exact = x.double() @ weight.double().T
+    packed = PackedLinear(weight)
+
+    def rms(error: torch.Tensor) -> float:
+        return error.pow(2).mean().sqrt().item()
+
+    assert rms(packed(x) - exact) <= 1.5 * rms(torch.nn.functional.linear(x, weight) - exact)
+    total = y.clone()
+    packed.add_to(total, x)
+    theirs = y + torch.nn.functional.linear(x, weight)
+    assert rms(total - (y.double() + exact)) <= 1.1 * rms(theirs - (y.double() + exact))

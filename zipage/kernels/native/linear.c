@@ -1,8 +1,8 @@
 /* y = x W^T in fp32, with weights packed once for it.
  *
- * Every output is one sum over the depth in order, starting from zero, a bias or the old output.
- * So a row's bits depend neither on the other rows nor on the number of threads nor on how the work
- * is cut.
+ * Every output is a sum of sums over DEPTH products in order, and of a bias or the old output. So a
+ * row's bits depend neither on the other rows nor on the number of threads nor on how the work is
+ * cut.
  */
 #include "attention.h"
 
@@ -12,7 +12,7 @@ enum {
     VECS = 2,
     PANEL = VECS * ZP_VL, /* output columns of a packed panel */
     TALL = ZP_REGISTERS >= 32 ? 8 : 4, /* rows of one micro-kernel call */
-    DEPTH = 1024,     /* depth of one pass: a panel's share of it stays in the L2 cache */
+    DEPTH = 64,       /* depth of one pass: short sums, added up, round less than one long one */
     AHEAD = 64,       /* how far in depth weights are asked for early */
     MOST_ROWS = 64,   /* rows of one work item, fewer where items are few */
     SMALL = 1 << 19,  /* products below which waking other threads costs more than it saves */
@@ -28,7 +28,7 @@ ZP_INLINE void multiply(const float *x, int64_t x_stride, const float *panel, in
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < VECS; v++)
-            acc[r][v] = start ? zp_load(start + r * start_stride + v * ZP_VL) : zp_set1(0.0f);
+            acc[r][v] = zp_set1(0.0f);
     for (int64_t k = 0; k < depth; k++) {
         for (int i = 0; i < PANEL; i += LINE)
             __builtin_prefetch(panel + (k + AHEAD) * PANEL + i, 0, 3);
@@ -48,7 +48,11 @@ ZP_INLINE void multiply(const float *x, int64_t x_stride, const float *panel, in
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECS; v++) zp_store(out + r * out_stride + v * ZP_VL, acc[r][v]);
+        for (int v = 0; v < VECS; v++) {
+            /* Added last: on top of a large residual every product would be rounded to its size. */
+            if (start) acc[r][v] += zp_load(start + r * start_stride + v * ZP_VL);
+            zp_store(out + r * out_stride + v * ZP_VL, acc[r][v]);
+        }
 }
 
 static void multiply_rows(const float *x, int64_t x_stride, const float *panel, int64_t depth,
