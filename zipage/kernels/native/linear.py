@@ -54,7 +54,7 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [rows, K]``, contiguous fp32, to ``[rows, N]``."""
         y = torch.empty(x.shape[0], self.out_features)
-        self._run(x, y, add=False)
+        self._run(x, y)
         return y
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> None:
@@ -63,11 +63,10 @@ class PackedLinear:
             raise ValueError(
                 f"cannot add a product of {self.out_features} columns to {y.dtype} {y.shape}"
             )
-        self._run(x, y, add=True)
-        if self._bias is not None:
-            y.add_(self._bias)
+        # The product is summed up first: on top of a large residual it would be rounded to its size.
+        y.add_(self(x))
 
-    def _run(self, x: torch.Tensor, y: torch.Tensor, add: bool) -> None:
+    def _run(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if x.shape[1] != self.in_features or not _fits(x):
             raise ValueError(
                 f"expected contiguous float32 [rows, {self.in_features}], got {x.dtype} {x.shape}"
@@ -79,7 +78,7 @@ class PackedLinear:
             self._packed_pointer,
             self.out_features,
             self._bias_pointer,
-            add,
+            False,
             y.data_ptr(),
             torch.get_num_threads(),
         )
