@@ -63,7 +63,7 @@ class PackedLinear:
             raise ValueError(
                 f"cannot add a product of {self.out_features} columns to {y.dtype} {y.shape}"
             )
-        # The product is summed up first: on top of a large residual it would be rounded to its size.
+        # Summed up first: on top of a large residual each product would be rounded to its size.
         y.add_(self(x))
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> None:
