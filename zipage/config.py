@@ -79,7 +79,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens of one step.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         admission: ``bounded`` (start a request when its worst case fits) or ``optimistic``.
-        attention_backend: ``auto``, ``torch`` or ``native`` (CPU kernels).
+        attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
+        enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
     """
 
     model: str | None = None
@@ -109,6 +110,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     admission: str = "bounded"
     attention_backend: str = "auto"
+    enforce_eager: bool = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -132,7 +134,7 @@ class EngineConfig:
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("compaction", ("holes", "stable"))
         self._check_choice("admission", ("bounded", "optimistic"))
-        self._check_choice("attention_backend", ("auto", "torch", "native"))
+        self._check_choice("attention_backend", ("auto", "torch", "native", "triton"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={self.device!r}: legal are auto, cpu, cuda and cuda:N")
         self._check_int("block_size", 16)
@@ -147,7 +149,12 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1)
-        for name in ("bounded_prefill", "enable_prefix_caching", "async_compression"):
+        for name in (
+            "bounded_prefill",
+            "enable_prefix_caching",
+            "async_compression",
+            "enforce_eager",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "async_compression" and value is None):
                 raise ConfigError(f"{name}={value!r} must be True or False")

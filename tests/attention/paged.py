@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
@@ -70,6 +71,7 @@ class Paged:
     dtype: torch.dtype = torch.float32
     window: int = 4
     query_slots: int = 2
+    device: str = "cpu"
     random: torch.Generator = field(init=False)
     cache: KVCache = field(init=False)
     transform: QKVTransform = field(init=False)
@@ -87,7 +89,7 @@ class Paged:
                 num_kv_heads=g.kv_heads,
                 head_dim=g.dim,
                 dtype=self.dtype,
-                device=torch.device("cpu"),
+                device=torch.device(self.device),
                 window=self.window,
                 num_query_slots=self.query_slots,
             )
@@ -106,7 +108,11 @@ class Paged:
         )
         q_norm, k_norm = weights if g.qk_norm else (None, None)
         self.transform = QKVTransform(
-            q_norm, k_norm, 1e-6, angles.cos().float(), angles.sin().float()
+            None if q_norm is None else q_norm.to(self.device),
+            None if k_norm is None else k_norm.to(self.device),
+            1e-6,
+            angles.cos().float().to(self.device),
+            angles.sin().float().to(self.device),
         )
         self.free = torch.randperm(self.num_blocks, generator=self.random).tolist()
 
@@ -155,21 +161,21 @@ class Paged:
             if piece.capture is not None:
                 capture[rows] = piece.capture + torch.arange(piece.count)
         step = StepInputs(
-            input_ids=torch.zeros(padded, dtype=torch.int64),
-            positions=positions,
-            slot_mapping=mapping,
-            capture=capture,
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            cache_lens=torch.tensor(lens, dtype=torch.int32),
-            block_tables=tables,
+            input_ids=torch.zeros(padded, dtype=torch.int64, device=self.device),
+            positions=positions.to(self.device),
+            slot_mapping=mapping.to(self.device),
+            capture=capture.to(self.device),
+            query_start=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            cache_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
+            block_tables=tables.to(self.device),
             num_tokens=total,
             max_query_len=max(counts),
             max_cache_len=max(lens),
             any_capture=bool((capture >= 0).any()),
-            query_start_host=starts if host else None,
-            cache_lens_host=lens if host else None,
+            query_start_host=np.array(starts) if host else None,
+            cache_lens_host=np.array(lens) if host else None,
         )
-        return qkv, step
+        return qkv.to(self.device), step
 
     def run(
         self,
@@ -186,20 +192,24 @@ class Paged:
         assert out[step.num_tokens :].isfinite().all()
         for piece in pieces:
             piece.text.done += piece.count
-        return list(out[: step.num_tokens].split([piece.count for piece in pieces]))
+        return list(out.cpu()[: step.num_tokens].split([piece.count for piece in pieces]))
 
     def heads(self, text: Text) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[L, Q, D]``, keys and values ``[L, H, D]`` of a text in float64."""
         g, t = self.geometry, self.transform
         x = text.qkv.double().view(-1, g.heads + 2 * g.kv_heads, g.dim)
         q, k, v = x.split([g.heads, g.kv_heads, g.kv_heads], dim=1)
-        cos = t.cos.double()[text.positions].unsqueeze(1)
-        sin = t.sin.double()[text.positions].unsqueeze(1)
+        cos = t.cos.cpu().double()[text.positions].unsqueeze(1)
+        sin = t.sin.cpu().double()[text.positions].unsqueeze(1)
         half = cos.shape[-1]
 
         def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
             if weight is not None:
-                x = x / (x.square().mean(-1, keepdim=True) + t.norm_eps).sqrt() * weight.double()
+                x = (
+                    x
+                    / (x.square().mean(-1, keepdim=True) + t.norm_eps).sqrt()
+                    * weight.cpu().double()
+                )
             a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,15 @@ from zipage.kernels import native
 needs_native = pytest.mark.skipif(
     not native.available(), reason="no C compiler: native kernels cannot be built"
 )
-BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
+needs_triton = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="triton's interpreter is off or not installed",
+)
+BACKENDS = [
+    "torch",
+    pytest.param("native", marks=needs_native),
+    pytest.param("triton", marks=needs_triton),
+]
 GEOMETRIES = [
     Geometry(8, 2, 64, block_size=64),
     Geometry(9, 3, 64),

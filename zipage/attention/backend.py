@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from zipage.cache.kv_cache import KVCache
@@ -50,8 +52,16 @@ class StepInputs:
     max_query_len: int
     max_cache_len: int
     any_capture: bool
-    query_start_host: list[int] | None = None
-    cache_lens_host: list[int] | None = None
+    query_start_host: np.ndarray | None = None
+    cache_lens_host: np.ndarray | None = None
+
+
+def on_host(known: np.ndarray | None, tensor: torch.Tensor) -> np.ndarray:
+    """Values of a step's tensor: the host's copy, or fetched from the device."""
+    if known is not None:
+        return known
+    values: np.ndarray = tensor.cpu().numpy()
+    return values
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,25 @@ class AttentionBackend(ABC):
         """
 
 
-def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
-    """Build the backend called `name`: ``torch``, ``native`` (CPU) or ``auto``."""
+def make_backend(
+    name: str, cache: KVCache, scale: float, max_sequences: int = 256
+) -> AttentionBackend:
+    """Build a backend.
+
+    Args:
+        name: ``torch``, ``native`` (CPU), ``triton`` (CUDA, or the CPU under Triton's
+            interpreter), or ``auto`` for the fastest one that can run.
+        cache: the KV pool.
+        scale: factor of the attention logits.
+        max_sequences: most sequences of a step.
+
+    Raises:
+        ConfigError: the backend does not fit the device, the dtype or the head dimension.
+    """
     spec = cache.spec
+    on_cuda = spec.device.type == "cuda"
+    if name == "triton" or (name == "auto" and on_cuda and spec.head_dim <= 256):
+        return _make_triton(name, cache, scale, max_sequences)
     fits = spec.device.type == "cpu" and spec.dtype == torch.float32 and spec.head_dim <= 256
     if name in ("auto", "native") and fits:
         from zipage.kernels import native
@@ -122,3 +148,23 @@ def make_backend(name: str, cache: KVCache, scale: float) -> AttentionBackend:
     from zipage.attention.torch_backend import TorchBackend
 
     return TorchBackend(cache, scale)
+
+
+def _make_triton(name: str, cache: KVCache, scale: float, max_sequences: int) -> AttentionBackend:
+    spec = cache.spec
+    try:
+        from zipage.attention.triton_backend import TritonBackend
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend={name!r} on {spec.device} needs the package triton ({error}): "
+            "install it, or use attention_backend='torch'"
+        ) from error
+    if spec.head_dim > 256:
+        raise ConfigError(f"attention_backend='triton' needs head_dim <= 256, got {spec.head_dim}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if spec.device.type != "cuda" and not interpreted:
+        raise ConfigError(
+            f"attention_backend='triton' needs device cuda, got {spec.device}: use 'torch' or "
+            "'native'"
+        )
+    return TritonBackend(cache, scale, max_sequences)

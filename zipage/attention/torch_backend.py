@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
+from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, on_host
 from zipage.cache.kv_cache import KVCache
 
 # Most elements of keys and values that are gathered at once.
@@ -90,8 +90,8 @@ class _StepPlan:
 
     def _add_mixed(self) -> None:
         step = self.step
-        starts = step.query_start_host or step.query_start.tolist()
-        lens = step.cache_lens_host or step.cache_lens.tolist()
+        starts: list[int] = on_host(step.query_start_host, step.query_start).tolist()
+        lens: list[int] = on_host(step.cache_lens_host, step.cache_lens).tolist()
         single: list[int] = []
         for i, (start, stop) in enumerate(pairwise(starts)):
             if stop - start == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from zipage.execution.sampler import Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
 from zipage.models.config import load_model_config
 from zipage.models.loader import load_model, resolve_model_path
+
+if TYPE_CHECKING:
+    from zipage.execution.cuda_graphs import DecodeBatch, DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +96,13 @@ class ModelRunner:
         )
         self.cache = KVCache(plan_pool(config, spec, self.max_model_len))
         scale = mc.head_dim**-0.5
-        self.backend = make_backend(config.attention_backend, self.cache, scale)
+        self.backend = make_backend(
+            config.attention_backend, self.cache, scale, config.max_num_seqs
+        )
         if self.backend.name == "native":
             self.model.pack()
+        elif self.backend.name == "triton":
+            self.model.fuse()
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(
@@ -117,6 +125,10 @@ class ModelRunner:
         self._row_owner: list[Request | None] = [None] * config.max_num_seqs
         self._row_version = [-1] * config.max_num_seqs
         self._row_blocks = [0] * config.max_num_seqs
+        self.graphs = self._capture_graphs(width)
+        # Changes of block tables that the copy on the device lacks.
+        self._stale_cells: list[int] = []
+        self._stale_blocks: list[int] = []
         logger.info(
             "model %s, %s on %s, %d KV blocks of %d tokens, attention backend %s",
             self.model_path,
@@ -126,6 +138,24 @@ class ModelRunner:
             config.block_size,
             self.backend.name,
         )
+
+    def _capture_graphs(self, table_width: int) -> DecodeGraphs | None:
+        if self.device.type != "cuda" or self.config.enforce_eager:
+            return None
+        from zipage.attention.triton_backend import TritonBackend
+        from zipage.execution.cuda_graphs import DecodeGraphs
+
+        if not isinstance(self.backend, TritonBackend):
+            return None
+        graphs = DecodeGraphs(self.model, self.backend, self.config.max_num_seqs, table_width)
+        graphs.capture()
+        logger.info(
+            "captured %d CUDA graphs in %.1f s, %d MiB",
+            len(graphs.sizes),
+            graphs.capture_seconds,
+            graphs.capture_bytes >> 20,
+        )
+        return graphs
 
     def _resolve_dtype(self, name: str) -> torch.dtype:
         if name == "auto":
@@ -140,11 +170,45 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> SamplerOutput:
         """Compute the tokens of a plan; returns a sampled token for each item that samples."""
         started = time.perf_counter()
-        step = self._build(plan.scheduled)
-        hidden = self.model(step, self.backend)
-        output = self._sample(plan.scheduled, step, hidden)
+        if self.graphs is not None and all(item.num_tokens == 1 for item in plan.scheduled):
+            output = self._decode(plan.scheduled, self.graphs)
+        else:
+            step = self._build(plan.scheduled)
+            hidden = self.model(step, self.backend)
+            output = self._sample(plan.scheduled, step, hidden)
         self.forward_seconds += time.perf_counter() - started
         return output
+
+    def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> SamplerOutput:
+        """Run a captured graph; every item has one token."""
+        logits = graphs.run(self._decode_batch(scheduled, graphs))
+        states = [item.request.payload.sampling for item in scheduled if item.samples]
+        if not states:
+            return SamplerOutput(token_ids=[], logprobs=[], errors={})
+        if len(states) != len(scheduled):
+            picked = [i for i, item in enumerate(scheduled) if item.samples]
+            logits = logits[torch.tensor(picked, device=logits.device)]
+        return self.sampler.sample(logits, states)
+
+    def _decode_batch(
+        self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs
+    ) -> DecodeBatch:
+        b, w = self.config.block_size, self.cache.spec.window
+        columns = np.empty((6, len(scheduled)), dtype=np.int64)
+        for i, item in enumerate(scheduled):
+            r = item.request
+            self._sync_row(r)
+            start, slot = r.num_computed, r.query_slot
+            captured = -1
+            if slot is not None and r.trigger is not None and r.length >= r.trigger - w:
+                captured = slot * w + r.length - (r.trigger - w)
+            columns[:, i] = (r.token_ids[start], start, r.length, captured, r.length + 1, r.row)
+        graphs.update_tables(self._stale_cells, self._stale_blocks)
+        self._stale_cells.clear()
+        self._stale_blocks.clear()
+        ids, positions, lengths, capture, cache_lens, rows = columns
+        slots = self._tables[rows, lengths // b].astype(np.int64) * b + lengths % b
+        return DecodeBatch(ids, positions, slots, capture, cache_lens, rows)
 
     def _sample(
         self, scheduled: Sequence[ScheduledTokens], step: StepInputs, hidden: torch.Tensor
@@ -213,8 +277,8 @@ class ModelRunner:
             max_query_len=int(counts.max()),
             max_cache_len=longest,
             any_capture=bool((capture >= 0).any()),
-            query_start_host=None if total == count else query_start.tolist(),
-            cache_lens_host=None if total == count else cache_lens.tolist(),
+            query_start_host=query_start,
+            cache_lens_host=cache_lens,
         )
 
     def _tensor(self, values: np.ndarray, padded: int | None = None, fill: int = 0) -> torch.Tensor:
@@ -237,6 +301,10 @@ class ModelRunner:
             self._row_version[row] = request.table_version
             known = 0
         self._tables[row, known : len(blocks)] = blocks[known:]
+        if self.graphs is not None:
+            first = row * self._tables.shape[1]
+            self._stale_cells += range(first + known, first + len(blocks))
+            self._stale_blocks += blocks[known:]
         self._row_blocks[row] = len(blocks)
 
     # ------------------------------------------------------------------ cache moves

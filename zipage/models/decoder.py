@@ -91,6 +91,7 @@ class DecoderLayer(_WeightHolder):
             else:
                 self.add_weight(name, *shape, dtype=model.dtype, device=model.device)
         self.packed: _PackedLayer | None = None
+        self.fused: _FusedLayer | None = None
         self.index = index
         self.norm_shape = (hidden,)
         self.norm_eps = config.norm_eps
@@ -106,6 +107,9 @@ class DecoderLayer(_WeightHolder):
         """Add attention and MLP to the residual stream `x` ``[T', E]`` in place."""
         if self.packed is not None:
             self.packed.forward(self, x, backend, step)
+            return
+        if self.fused is not None:
+            self.fused.forward(self, x, backend, step)
             return
         h = F.rms_norm(x, self.norm_shape, self.input_norm, self.norm_eps)
         qkv = F.linear(h, self.qkv_weight, self.qkv_bias)
@@ -151,6 +155,40 @@ class _PackedLayer:
         self.o.add_to(x, backend.attend(layer.index, qkv, layer.transform, step))
         gate_up = self.gate_up(self._add_rms_norm(x, None, layer.post_norm, layer.norm_eps))
         self.down.add_to(x, self._silu_mul(gate_up))
+
+
+class _FusedLayer:
+    """A layer's elementwise operations as Triton kernels, residual sums inside the products."""
+
+    def __init__(self) -> None:
+        from zipage.kernels.triton.elementwise import rms_norm, silu_mul
+
+        self.rms_norm, self._silu_mul = rms_norm, silu_mul
+
+    def forward(
+        self, layer: DecoderLayer, x: torch.Tensor, backend: AttentionBackend, step: StepInputs
+    ) -> None:
+        """`DecoderLayer.forward` with fused operations."""
+        h = self.rms_norm(x, layer.input_norm, layer.norm_eps)
+        qkv = F.linear(h, layer.qkv_weight, layer.qkv_bias)
+        attended = backend.attend(layer.index, qkv, layer.transform, step)
+        self._add_product(layer, x, attended, layer.o_weight, layer.o_bias)
+        h = self.rms_norm(x, layer.post_norm, layer.norm_eps)
+        gate_up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
+        self._add_product(layer, x, self._silu_mul(gate_up), layer.down_weight, layer.down_bias)
+
+    def _add_product(
+        self,
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        if bias is None and layer.all_reduce is None:
+            x.addmm_(h, weight.t())
+        else:
+            layer._add_reduced(x, F.linear(h, weight, bias))
 
 
 class Decoder(_WeightHolder):
@@ -227,6 +265,7 @@ class Decoder(_WeightHolder):
         self.num_parameters = sum(weight.numel() for weight in self.parameters())
         self.weight_bytes = self.num_parameters * dtype.itemsize
         self._packed_head: PackedLinear | None = None
+        self._fused: _FusedLayer | None = None
 
     def pack(self) -> None:
         """Lay out the loaded weights for the native CPU kernels, once: fp32, one rank.
@@ -247,6 +286,13 @@ class Decoder(_WeightHolder):
         if not self.config.tie_word_embeddings:
             self.head_weight.data = torch.empty(0)
 
+    def fuse(self) -> None:
+        """Use Triton kernels for the operations between matrix products (CUDA)."""
+        fused = _FusedLayer()
+        for layer in self.decoder_layers:
+            layer.fused = fused
+        self._fused = fused
+
     def forward(self, step: StepInputs, backend: AttentionBackend) -> torch.Tensor:
         """Run the layers over the new tokens of one step.
 
@@ -263,6 +309,8 @@ class Decoder(_WeightHolder):
         x = F.embedding(step.input_ids, self.embed_weight)
         for layer in self.decoder_layers:
             layer(x, backend, step)
+        if self._fused is not None:
+            return self._fused.rms_norm(x, self.final_norm, self.config.norm_eps)
         return F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

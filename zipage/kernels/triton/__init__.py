@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA; with ``TRITON_INTERPRET=1`` they run on CPU tensors, slowly."""
