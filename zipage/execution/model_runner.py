@@ -203,6 +203,8 @@ class ModelRunner:
             if slot is not None and r.trigger is not None and r.length >= r.trigger - w:
                 captured = slot * w + r.length - (r.trigger - w)
             columns[:, i] = (r.token_ids[start], start, r.length, captured, r.length + 1, r.row)
+        from zipage.execution.cuda_graphs import DecodeBatch
+
         graphs.update_tables(self._stale_cells, self._stale_blocks)
         self._stale_cells.clear()
         self._stale_blocks.clear()

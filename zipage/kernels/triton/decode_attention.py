@@ -18,12 +18,12 @@ import triton.language as tl
 from zipage.cache.kv_cache import KVCache
 
 # Slots a program loads at once.
-TILE = 64
-# Shortest stretch worth a unit of its own.
-_LEAST_UNIT = 256
-# (unit, head) pairs wanted per program, so that programs end at about the same time.
-_PAIRS_PER_PROGRAM = 4
-_PROGRAMS_PER_SM = 3
+TILE = 128
+_PROGRAMS_PER_SM = 2
+# (unit, head) pairs a program may have; a sequence is cut no further than one tile each.
+_MOST_PAIRS = 8
+# What starting a unit and joining it costs, in slots.
+_UNIT_OVERHEAD = 48
 
 
 @triton.jit
@@ -179,18 +179,18 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, scale: float, max_sequences: int) -> None:
         spec = cache.spec
         self.cache = cache
-        self.num_programs = _PROGRAMS_PER_SM * _num_multiprocessors(spec.device)
+        self._max_sequences = max_sequences
         self._scale_log2 = scale * 1.4426950408889634
-        # Units that split sequences: enough for every program to have several.
-        self._splits = max(1, _PAIRS_PER_PROGRAM * self.num_programs // spec.num_kv_heads)
-        self.max_units = max_sequences + self._splits
-        heads, dim = spec.num_heads, spec.head_dim
-        self._partial = torch.empty(
-            self.max_units, heads, dim, dtype=torch.float32, device=spec.device
-        )
-        self._partial_lse = torch.empty(
-            self.max_units, heads, dtype=torch.float32, device=spec.device
-        )
+        self.set_programs(_PROGRAMS_PER_SM * _num_multiprocessors(spec.device))
+
+    def set_programs(self, count: int) -> None:
+        """Run this many programs; allocates the workspace for as many units as that can mean."""
+        spec = self.cache.spec
+        self.num_programs = count
+        self.max_units = self._max_sequences + -(-_MOST_PAIRS * count // spec.num_kv_heads)
+        shape = (self.max_units, spec.num_heads)
+        self._partial = torch.empty(*shape, spec.head_dim, device=spec.device)
+        self._partial_lse = torch.empty(shape, device=spec.device)
 
     def plan(
         self, cache_lens: np.ndarray, rows: np.ndarray, decoding: np.ndarray
@@ -206,14 +206,8 @@ class DecodeAttention:
             units: ``[U, 4]`` int32, and unit_starts ``[S + 1]`` int32; see `DecodeUnits`.
         """
         lens = np.where(decoding, cache_lens, 0).astype(np.int64)
-        wanted = max(_LEAST_UNIT, -(-int(lens.sum()) // self._splits))
-        counts = -(-lens // wanted)
+        size, counts = self._cut(lens)
         starts = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
-        # Equal units of a sequence, in whole tiles.
-        size = -(-lens // np.maximum(counts, 1))
-        size = -(-size // TILE) * TILE
-        counts = -(-lens // np.maximum(size, 1))
         np.cumsum(counts, out=starts[1:])
         seq = np.repeat(np.arange(len(lens)), counts)
         first = (np.arange(starts[-1]) - starts[seq]) * size[seq]
@@ -223,6 +217,25 @@ class DecodeAttention:
         units[:, 2] = first
         units[:, 3] = np.minimum(first + size[seq], lens[seq])
         return units, starts
+
+    def _cut(self, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Size and number of each sequence's units, for the earliest end of the last program."""
+        heads, programs = self.cache.spec.num_kv_heads, self.num_programs
+        total = int(lens.sum())
+        best_end, best = 0, (lens, lens)
+        for pairs in (1, 2, 3, 4, 6, _MOST_PAIRS):
+            wanted = -(-total * heads // (programs * pairs))
+            wanted = -(-max(wanted, 1) // TILE) * TILE
+            counts = -(-lens // wanted)
+            # Equal units of a sequence, in whole tiles.
+            size = -(-lens // np.maximum(counts, 1))
+            size = -(-size // TILE) * TILE
+            counts = -(-lens // np.maximum(size, 1))
+            turns = -(-int(counts.sum()) * heads // programs)
+            end = turns * (int(size.max()) + _UNIT_OVERHEAD)
+            if not best_end or end < best_end:
+                best_end, best = end, (size, counts)
+        return best
 
     def run(
         self,
