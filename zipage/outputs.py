@@ -142,6 +142,9 @@ class RequestOutput:
         metrics: of all completions together (`RequestMetrics.aggregate`).
         usage: token counts.
         error: why the request failed; None unless a completion's finish reason is "error".
+        prompt_logprobs: for each prompt token, token id to `Logprob`: the token itself and the
+            ``prompt_logprobs`` most likely ones; the first token, which nothing predicts, has
+            None. None as a whole without ``prompt_logprobs``, or until the prompt was computed.
     """
 
     request_id: str
@@ -152,3 +155,4 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

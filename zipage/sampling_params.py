@@ -18,6 +18,8 @@ MAX_TEMPERATURE = 1e4
 MAX_REPETITION_PENALTY = 1e4
 MAX_N = 1024
 """Most completions of one prompt."""
+MAX_PROMPT_LOGPROBS = 20
+"""Most alternatives returned for each prompt token, vLLM's default limit."""
 _INT32_MAX = 2**31 - 1
 
 CompressionMode = Literal["on", "off"]
@@ -57,6 +59,9 @@ class SamplingParams:
         logprobs: return the log-probabilities of so many most likely tokens, and of the sampled
             one, at every position. They are the model's own, before penalties, bias, temperature
             and filters.
+        prompt_logprobs: 0 to 20; return the log-probabilities of so many most likely tokens, and
+            of the prompt's own one, at every prompt position but the first. The whole prompt is
+            computed then, whatever the prefix cache holds.
         skip_special_tokens: leave special tokens out of the text.
         kv_budget: most KV cache tokens this request keeps per layer and KV head; None takes the
             engine's default.
@@ -85,6 +90,7 @@ class SamplingParams:
     max_tokens: int | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     kv_budget: int | None = None
     compression: CompressionMode | None = None
@@ -129,6 +135,11 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             self._set("logprobs", _integer("logprobs", self.logprobs, 0, _INT32_MAX))
+        if self.prompt_logprobs is not None:
+            self._set(
+                "prompt_logprobs",
+                _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS),
+            )
         if self.kv_budget is not None:
             self._set("kv_budget", _integer("kv_budget", self.kv_budget, 1, _INT32_MAX))
         if self.compression not in (None, "on", "off"):
@@ -170,7 +181,7 @@ class SamplingParams:
 
         Raises:
             RequestError: a token id of ``logit_bias`` or ``stop_token_ids`` is outside the
-                vocabulary, or ``logprobs`` exceeds its size.
+                vocabulary, or ``logprobs`` or ``prompt_logprobs`` exceed its size.
         """
         legal = f"token ids from 0 to {vocab_size - 1}"
         for name, ids in (
@@ -180,8 +191,9 @@ class SamplingParams:
             outside = [token_id for token_id in ids if token_id >= vocab_size]
             if outside:
                 raise _illegal(name, outside[0], legal)
-        if self.logprobs is not None and self.logprobs > vocab_size:
-            raise _illegal("logprobs", self.logprobs, f"at most the vocabulary size, {vocab_size}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > vocab_size:
+                raise _illegal(name, count, f"at most the vocabulary size, {vocab_size}")
 
     @property
     def greedy(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from zipage.errors import RequestError
-from zipage.outputs import CompletionOutput, RequestOutput
+from zipage.outputs import CompletionOutput, Logprob, RequestOutput
 from zipage.sampling_params import SamplingParams
 
 _INPUTS = ("prompt", "messages", "prompt_token_ids")
@@ -120,6 +120,10 @@ def output_record(
         result |= completions[0]
     else:
         result["outputs"] = [{"index": i, **c} for i, c in enumerate(completions)]
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = [
+            None if position is None else _logprobs(position) for position in output.prompt_logprobs
+        ]
     result["usage"] = {
         "prompt_tokens": output.usage.prompt_tokens,
         "completion_tokens": output.usage.completion_tokens,
@@ -142,11 +146,12 @@ def _completion(completion: CompletionOutput, token_ids: bool) -> dict[str, Any]
         result["stop_reason"] = completion.stop_reason
     if completion.logprobs is not None:
         result["cumulative_logprob"] = completion.cumulative_logprob
-        result["logprobs"] = [
-            {token: dataclasses.asdict(entry) for token, entry in position.items()}
-            for position in completion.logprobs
-        ]
+        result["logprobs"] = [_logprobs(position) for position in completion.logprobs]
     return result
+
+
+def _logprobs(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {token: dataclasses.asdict(entry) for token, entry in position.items()}
 
 
 class OrderedWriter:

@@ -24,13 +24,16 @@ logger = logging.getLogger(__name__)
 class TokenUpdate:
     """What one step did to one request.
 
-    `finish_reason` is None while it goes on, else ``stop``, ``length``, ``abort`` or ``error``;
-    `stop_reason` is the stop token id that ended it, if one of the caller's did.
+    `prompt_logprobs` are those of the next prompt tokens, if they were asked for; such an update
+    may come without a token. `finish_reason` is None while it goes on, else ``stop``, ``length``,
+    ``abort`` or ``error``; `stop_reason` is the stop token id that ended it, if one of the
+    caller's did.
     """
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -207,26 +210,39 @@ class EngineCore:
             request = item.request
             if item.num_tokens > 1 or not item.samples or not request.num_output_tokens:
                 self._stats.prefill_tokens += item.num_tokens
-            if not item.samples:
-                continue
-            token = output.token_ids[row]
-            fault = output.errors.get(row) if output.errors else None
-            logprobs = output.logprobs[row] if output.logprobs else None
-            row += 1
-            if fault is not None:
-                self.scheduler.finish(request)
-                updates.append(TokenUpdate(request, finish_reason="error", error=fault))
-                continue
-            request.token_ids.append(token)
-            request.payload.output_token_ids.append(token)
-            if request.first_token_time is None:
-                request.first_token_time = now
-            self._stats.generated_tokens += 1
-            update = TokenUpdate(request, [token], None if logprobs is None else [logprobs])
-            self._check_end(request, token, update)
+            update = TokenUpdate(request)
+            read = output.prompt_logprobs.get(request.request_id)
+            if read is not None:
+                update.prompt_logprobs = None if read.fault else read.entries
+                update.error = read.fault
+                more = read.next_position < request.prompt_len - 1
+                request.next_prompt_logits = read.next_position if more else None
+            if item.samples:
+                update.error = update.error or output.errors.get(row)
+                if update.error is None:
+                    self._append_token(update, output, row, now)
+                row += 1
+            if update.error is not None:
+                update.finish_reason = "error"
             if update.finish_reason is not None:
                 self.scheduler.finish(request)
-            updates.append(update)
+            if update.token_ids or update.prompt_logprobs or update.finish_reason:
+                updates.append(update)
+
+    def _append_token(
+        self, update: TokenUpdate, output: SamplerOutput, row: int, now: float
+    ) -> None:
+        request, token = update.request, output.token_ids[row]
+        request.token_ids.append(token)
+        request.payload.output_token_ids.append(token)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        self._stats.generated_tokens += 1
+        update.token_ids.append(token)
+        logprobs = output.logprobs[row] if output.logprobs else None
+        if logprobs is not None:
+            update.logprobs = [logprobs]
+        self._check_end(request, token, update)
 
     def _check_end(self, request: Request, token: int, update: TokenUpdate) -> None:
         params: SamplingParams = request.payload.params

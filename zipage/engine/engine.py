@@ -16,7 +16,14 @@ from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
 from zipage.errors import ConfigError, EngineDeadError, RequestError
 from zipage.execution.sampler import SamplingState
-from zipage.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, Usage
+from zipage.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Usage,
+)
 from zipage.sampling_params import SamplingParams
 from zipage.tokenizer import encode_prompt, load_tokenizer
 
@@ -37,6 +44,7 @@ class _Group:
     stream: bool
     requests: list[Request] = field(default_factory=list)
     unfinished: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
 
     @property
     def finished(self) -> bool:
@@ -192,6 +200,11 @@ class LLMEngine:
                 # Full KV: what the pool can hold is a limit like the model's length.
                 pool = self.core.scheduler.config.num_blocks * self.config.block_size
                 room = max(1, min(room, pool - prompt_len + 1))
+            if params.min_tokens > room:
+                raise RequestError(
+                    f"min_tokens={params.min_tokens} is not legal: after {prompt_len} prompt "
+                    f"tokens there is room for {room}"
+                )
             return room
         if params.max_tokens > room:
             raise RequestError(
@@ -231,6 +244,9 @@ class LLMEngine:
         answer = SequenceState(group.request_id, params, sampling, output, index, detokenizer)
         if params.logprobs is not None:
             answer.logprobs, answer.cumulative_logprob = [], 0.0
+        reads_prompt = (
+            params.prompt_logprobs is not None and index == 0 and len(group.prompt_token_ids) > 1
+        )
         return Request(
             # Unique for ever, unlike the caller's id, which is free again once the request ended.
             request_id=f"{group.request_id}#{index}@{next(self._serial)}",
@@ -243,6 +259,8 @@ class LLMEngine:
             bounded_prefill=self.config.bounded_prefill,
             salt=salt.encode(),
             leader=group.requests[0] if index and self.config.enable_prefix_caching else None,
+            # One answer reads the prompt's logits for all of them.
+            next_prompt_logits=0 if reads_prompt else None,
             payload=answer,
         )
 
@@ -279,7 +297,7 @@ class LLMEngine:
             if group is None:
                 continue
             self._apply(group, answer, update)
-            if group.finished or group.stream:
+            if group.finished or (group.stream and (update.token_ids or update.finish_reason)):
                 touched[group.request_id] = group
         return [self._report(group) for group in touched.values()]
 
@@ -292,10 +310,12 @@ class LLMEngine:
                 assert answer.cumulative_logprob is not None
                 answer.cumulative_logprob += entry[token].logprob
         reason, stop_reason = update.finish_reason, update.stop_reason
-        if update.token_ids and (answer.detokenizer is not None or update.logprobs):
+        group.prompt_logprobs += update.prompt_logprobs or ()
+        described = [*(update.prompt_logprobs or ()), *(update.logprobs or ())]
+        if described or (update.token_ids and answer.detokenizer is not None):
             found = None
             try:
-                for entry in update.logprobs or ():
+                for entry in described:
                     for candidate, logprob in entry.items():
                         logprob.decoded_token = token_text(self.tokenizer, candidate)
                 if answer.detokenizer is not None:
@@ -400,6 +420,9 @@ class LLMEngine:
         ]
         prompt_tokens = len(group.prompt_token_ids)
         generated = sum(len(c.token_ids) for c in completions)
+        read = (
+            group.params.prompt_logprobs is not None and len(group.prompt_logprobs) == prompt_tokens
+        )
         errors = [r.payload.error for r in group.requests if r.payload.error]
         return RequestOutput(
             request_id=group.request_id,
@@ -410,6 +433,7 @@ class LLMEngine:
             metrics=RequestMetrics.aggregate([c.metrics for c in completions]),
             usage=Usage(prompt_tokens, generated),
             error=errors[0] if errors else None,
+            prompt_logprobs=group.prompt_logprobs if read else None,
         )
 
 

@@ -32,6 +32,8 @@ class Request:
         bounded_prefill: compress between the chunks of a prompt longer than the budget.
         salt: part of the prefix hash.
         leader: request whose prefill this one waits for, to share its prompt blocks (n > 1).
+        next_prompt_logits: first prompt position whose logits the layer above has yet to read; the
+            tokens from it on are computed even where the prefix cache holds them. None: no more.
         payload: whatever the layer above attaches; the scheduler does not look at it.
         token_ids: prompt and generated tokens.
         num_computed: text tokens whose keys and values were written (some may be evicted since).
@@ -48,6 +50,7 @@ class Request:
     bounded_prefill: bool = False
     salt: bytes = b""
     leader: Request | None = None
+    next_prompt_logits: int | None = None
     payload: Any = None
 
     sequence: int = 0

@@ -449,6 +449,8 @@ class Scheduler:
         most = request.num_pending - 1
         if request.trigger is not None:
             most = min(most, request.trigger - request.window)
+        if request.next_prompt_logits is not None:
+            most = min(most, request.next_prompt_logits)
         hits = self.prefix_cache.match(
             request.block_hashes, request.token_ids, most // b, request.salt
         )

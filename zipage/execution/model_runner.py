@@ -19,6 +19,7 @@ from zipage.config import EngineConfig
 from zipage.engine.request import Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
+from zipage.execution.logprobs import PromptRows, prompt_logprobs
 from zipage.execution.memory import plan_pool
 from zipage.execution.sampler import Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
@@ -170,12 +171,18 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> SamplerOutput:
         """Compute the tokens of a plan; returns a sampled token for each item that samples."""
         started = time.perf_counter()
-        if self.graphs is not None and all(item.num_tokens == 1 for item in plan.scheduled):
+        parts = _prompt_rows(plan.scheduled)
+        single = not parts and all(item.num_tokens == 1 for item in plan.scheduled)
+        if self.graphs is not None and single:
             output = self._decode(plan.scheduled, self.graphs)
         else:
             step = self._build(plan.scheduled)
             hidden = self.model(step, self.backend)
+            read = prompt_logprobs(
+                parts, hidden, self.model.compute_logits, self.model_config.vocab_size
+            )
             output = self._sample(plan.scheduled, step, hidden)
+            output.prompt_logprobs = read
         self.forward_seconds += time.perf_counter() - started
         return output
 
@@ -326,3 +333,22 @@ class ModelRunner:
     def swap_in(self, move: SwapMove) -> None:
         """Bring a saved cache back."""
         self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)
+
+
+def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:
+    """Rows of a step whose logits are wanted for prompt tokens."""
+    parts: list[PromptRows] = []
+    row = 0
+    for item in scheduled:
+        request = item.request
+        wanted, start = request.next_prompt_logits, request.num_computed
+        if wanted is not None:
+            # After a preemption, positions that were read before are computed once more.
+            end = min(start + item.num_tokens, request.prompt_len - 1)
+            if wanted < end:
+                tokens = request.token_ids[wanted + 1 : end + 1]
+                top = request.payload.params.prompt_logprobs
+                first_row = row + wanted - start
+                parts.append(PromptRows(request.request_id, first_row, wanted, tokens, top))
+        row += item.num_tokens
+    return parts

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from zipage.execution.categorical import draw, draw_filtered
+from zipage.execution.logprobs import PromptLogprobs, token_logprobs
 from zipage.outputs import Logprob
 from zipage.sampling_params import SamplingParams
 
@@ -111,11 +112,13 @@ class SamplerOutput:
         logprobs: one a row, None where none were asked for: the sampled token first, then the
             most likely ones.
         errors: row to why nothing could be chosen.
+        prompt_logprobs: request id to what the step told about its prompt; added by the runner.
     """
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob] | None]
     errors: dict[int, str]
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 class Sampler:
@@ -164,7 +167,7 @@ class Sampler:
         ]
         if rows:
             wanted = [states[row].params.logprobs or 0 for row in rows]
-            entries = _logprobs(logits[rows], [token_ids[row] for row in rows], wanted)
+            entries = token_logprobs(logits[rows], [token_ids[row] for row in rows], wanted)
             for row, entry in zip(rows, entries, strict=True):
                 logprobs[row] = entry
         return _checked(token_ids, peaks, logprobs)
@@ -332,50 +335,6 @@ def _fault(peak: float) -> str:
     if math.isnan(peak):
         return "the model's logits contain NaN"
     return "a logit is +inf" if peak > 0 else "every logit is -inf"
-
-
-def _logprobs(
-    logits: torch.Tensor, token_ids: list[int], wanted: list[int]
-) -> list[dict[int, Logprob]]:
-    """Log-probabilities of each row's token and of its `wanted` most likely ones.
-
-    Ranks follow probability, then token id. Tokens of probability zero are left out.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    vocab_size = logprobs.shape[1]
-    sampled = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
-    value = logprobs.gather(1, sampled)
-    before = torch.arange(vocab_size, device=logits.device) < sampled
-    ranks = 1 + ((logprobs > value) | ((logprobs == value) & before)).sum(-1)
-    # One more than wanted shows whether the last one wanted is tied with others.
-    top = logprobs.topk(min(max(wanted) + 1, vocab_size), dim=-1)
-    entries: list[dict[int, Logprob]] = []
-    for row, (token_id, own, rank, values, indices) in enumerate(
-        zip(
-            token_ids,
-            value.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.values.tolist(),
-            top.indices.tolist(),
-            strict=True,
-        )
-    ):
-        count = min(wanted[row], vocab_size)
-        if 0 < count < len(values) and values[count - 1] == values[count]:
-            above = [pair for pair in zip(values, indices, strict=True) if pair[0] > values[count]]
-            tied = (logprobs[row] == top.values[row, count]).nonzero().squeeze(1)
-            pairs = above + [
-                (values[count], index) for index in tied[: count - len(above)].tolist()
-            ]
-        else:
-            pairs = list(zip(values[:count], indices[:count], strict=True))
-        pairs.sort(key=lambda pair: (-pair[0], pair[1]))
-        entry = {token_id: Logprob(own, rank)}
-        for position, (logprob, index) in enumerate(pairs, start=1):
-            if index != token_id and logprob > -math.inf:
-                entry[index] = Logprob(logprob, position)
-        entries.append(entry)
-    return entries
 
 
 def _mix(value: int) -> int:

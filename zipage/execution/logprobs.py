@@ -1,0 +1,162 @@
+"""Log-probabilities: of the tokens sampled in a step, and of the prompt tokens it computed.
+
+They are the model's own, the log-softmax of its logits before penalties, bias, temperature and
+filters. R rows, V token ids, E hidden size, all on the logits' device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zipage.outputs import Logprob
+
+#: Most logits computed at once for prompt tokens: 64 MiB in fp32, 110 rows of Qwen3's vocabulary.
+MAX_LOGITS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows of one step whose logits a request wants for its prompt tokens.
+
+    Attributes:
+        request_id: whose prompt it is.
+        first_row: the first row of the step's hidden states; the others follow it.
+        position: prompt position of the first row; it predicts the token at ``position + 1``.
+        token_ids: the predicted tokens, one a row.
+        top: most likely tokens wanted at every position.
+    """
+
+    request_id: str
+    first_row: int
+    position: int
+    token_ids: Sequence[int]
+    top: int
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """What one step told about one prompt.
+
+    Attributes:
+        next_position: the first prompt position whose row has not been read.
+        entries: token id to `Logprob` for each token predicted by the rows read: the prompt's
+            own token first, then the most likely ones.
+        fault: why they cannot be told; None if they can.
+    """
+
+    next_position: int
+    entries: list[dict[int, Logprob]]
+    fault: str | None = None
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: list[int], wanted: list[int]
+) -> list[dict[int, Logprob]]:
+    """Log-probabilities of each row's token and of its `wanted` most likely ones.
+
+    Ranks follow probability, then token id. Of the most likely tokens those of probability zero
+    are left out.
+
+    Args:
+        logits: ``[R, V]`` float32.
+        token_ids: R token ids; theirs is the first entry of each row.
+        wanted: R numbers from 0.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    vocab_size = logprobs.shape[1]
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    value = logprobs.gather(1, chosen)
+    before = torch.arange(vocab_size, device=logits.device) < chosen
+    ranks = 1 + ((logprobs > value) | ((logprobs == value) & before)).sum(-1)
+    # One more than wanted shows whether the last one wanted is tied with others.
+    top = logprobs.topk(min(max(wanted) + 1, vocab_size), dim=-1)
+    entries: list[dict[int, Logprob]] = []
+    for row, (token_id, own, rank, values, indices) in enumerate(
+        zip(
+            token_ids,
+            value.squeeze(1).tolist(),
+            ranks.tolist(),
+            top.values.tolist(),
+            top.indices.tolist(),
+            strict=True,
+        )
+    ):
+        count = min(wanted[row], vocab_size)
+        if 0 < count < len(values) and values[count - 1] == values[count]:
+            above = [pair for pair in zip(values, indices, strict=True) if pair[0] > values[count]]
+            tied = (logprobs[row] == top.values[row, count]).nonzero().squeeze(1)
+            pairs = above + [
+                (values[count], index) for index in tied[: count - len(above)].tolist()
+            ]
+        else:
+            pairs = list(zip(values[:count], indices[:count], strict=True))
+        pairs.sort(key=lambda pair: (-pair[0], pair[1]))
+        entry = {token_id: Logprob(own, rank)}
+        for position, (logprob, index) in enumerate(pairs, start=1):
+            if index != token_id and logprob > -math.inf:
+                entry[index] = Logprob(logprob, position)
+        entries.append(entry)
+    return entries
+
+
+def prompt_logprobs(
+    parts: Sequence[PromptRows],
+    hidden: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+) -> dict[str, PromptLogprobs]:
+    """Reads the log-probabilities of prompt tokens off a step's hidden states.
+
+    However long the prompts are, at most `MAX_LOGITS` logits exist at a time (or one row of
+    them), and a row's result does not depend on how rows are grouped.
+
+    Args:
+        parts: what to read, one entry a request.
+        hidden: ``[T, E]`` hidden states of the step.
+        compute_logits: the model's output head, ``[R, E]`` to ``[R, V]`` float32.
+        vocab_size: V.
+
+    Returns:
+        Request id to what was read.
+    """
+    rows = [row for part in parts for row in range(part.first_row, part.first_row + _count(part))]
+    token_ids = [token_id for part in parts for token_id in part.token_ids]
+    wanted = [part.top for part in parts for _ in part.token_ids]
+    entries = _entries(rows, token_ids, wanted, hidden, compute_logits, vocab_size)
+    return {part.request_id: _collect(part, entries) for part in parts}
+
+
+def _count(part: PromptRows) -> int:
+    return len(part.token_ids)
+
+
+def _entries(
+    rows: list[int],
+    token_ids: list[int],
+    wanted: list[int],
+    hidden: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+) -> Iterator[dict[int, Logprob]]:
+    size = max(1, MAX_LOGITS // vocab_size)
+    for start in range(0, len(rows), size):
+        chunk = slice(start, start + size)
+        logits = compute_logits(hidden[torch.tensor(rows[chunk], device=hidden.device)])
+        yield from token_logprobs(logits, token_ids[chunk], wanted[chunk])
+
+
+def _collect(part: PromptRows, entries: Iterator[dict[int, Logprob]]) -> PromptLogprobs:
+    found = [next(entries) for _ in part.token_ids]
+    fault = None
+    for position, (token_id, entry) in enumerate(
+        zip(part.token_ids, found, strict=True), start=part.position
+    ):
+        # A row with NaN, with +inf or with nothing but -inf has no softmax.
+        if math.isnan(entry[token_id].logprob):
+            fault = f"no prompt_logprobs: the logits of prompt token {position} are not usable"
+            break
+    return PromptLogprobs(part.position + len(found), found, fault)
