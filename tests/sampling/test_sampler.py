@@ -1,6 +1,5 @@
-"""The sampler against exact distributions, alone and in batches."""
+"""The sampler, alone and in batches; its distributions are in `test_distributions.py`."""
 
-import math
 import random
 from collections import Counter
 from itertools import pairwise
@@ -8,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.sampling.distributions import chi_square_z, count_draws, exact
 from zipage.execution.sampler import Sampler, SamplingState
 from zipage.sampling_params import SamplingParams
 
@@ -20,89 +20,9 @@ def state(params, prompt=(), output=None, eos=(0,), vocab_size=V, index=0):
     )
 
 
-def exact(logits, params):
-    """Probabilities after temperature, min-p, top-k and top-p, written out for one row."""
-    scaled = [x / params.temperature for x in logits]
-    peak = max(scaled)
-    mass = {i: math.exp(x - peak) for i, x in enumerate(scaled)}
-    mass = {i: m for i, m in mass.items() if m >= params.min_p}
-    if params.top_k:
-        kth = sorted(mass.values(), reverse=True)[: params.top_k][-1]
-        mass = {i: m for i, m in mass.items() if m >= kth}
-    if params.top_p < 1:
-        total, before, least = sum(mass.values()), 0.0, None
-        for m in sorted(mass.values(), reverse=True):
-            if before >= params.top_p * total:
-                break
-            before, least = before + m, m
-        mass = {i: m for i, m in mass.items() if m >= least}
-    total = sum(mass.values())
-    return [mass.get(i, 0.0) / total for i in range(len(logits))]
-
-
-def draw_many(logits, params, draws=100_000, seed=5):
+def draw_many(logits, params, draws):
     rows = min(5000, 1_000_000 // len(logits))
-    batch = torch.tensor(logits).expand(rows, -1)
-    states = [state(params, vocab_size=len(logits)) for _ in range(rows)]
-    sampler = Sampler(seed)
-    counts = Counter()
-    while counts.total() < draws:
-        output = sampler.sample(batch, states)
-        assert not output.errors
-        counts.update(output.token_ids)
-    return [counts[i] for i in range(len(logits))]
-
-
-def chi_square_z(counts, probabilities):
-    """Chi-square as a normal deviate (Wilson and Hilferty); rare tokens are pooled."""
-    draws = sum(counts)
-    statistic, cells, rare_count, rare_mean = 0.0, 0, 0, 0.0
-    for count, p in zip(counts, probabilities, strict=True):
-        if p == 0:
-            assert count == 0, "a token of probability zero was drawn"
-        elif draws * p < 10:
-            rare_count, rare_mean = rare_count + count, rare_mean + draws * p
-        else:
-            statistic += (count - draws * p) ** 2 / (draws * p)
-            cells += 1
-    if rare_mean > 1:
-        statistic += (rare_count - rare_mean) ** 2 / rare_mean
-        cells += 1
-    freedom = max(cells - 1, 1)
-    ratio = (statistic / freedom) ** (1 / 3)
-    return (ratio - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-
-
-LOGITS = [x * 1.5 for x in torch.randn(V, generator=torch.Generator().manual_seed(3)).tolist()]
-DISTRIBUTIONS = {
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.5),
-    "hot": SamplingParams(temperature=3.0),
-    "top_k": SamplingParams(top_k=7),
-    "top_p": SamplingParams(top_p=0.8),
-    "min_p": SamplingParams(min_p=0.1),
-    "all": SamplingParams(temperature=1.4, min_p=0.05, top_k=20, top_p=0.9),
-    "reasoning": SamplingParams(temperature=0.6, top_p=0.95, top_k=20),
-}
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_draws_follow_the_exact_distribution(name):
-    params = DISTRIBUTIONS[name]
-    z = chi_square_z(draw_many(LOGITS, params), exact(LOGITS, params))
-    assert z < 4
-
-
-def test_the_chi_square_test_tells_close_distributions_apart():
-    counts = draw_many(LOGITS, SamplingParams(temperature=0.97))
-    assert chi_square_z(counts, exact(LOGITS, SamplingParams())) > 6
-
-
-def test_filters_renormalise_in_order():
-    # min-p leaves {.5, .3}; top-p .6 of that mass needs .5 alone, of the whole it would need both.
-    logits = [math.log(p) for p in (0.5, 0.3, 0.1, 0.06, 0.04)]
-    counts = draw_many(logits, SamplingParams(min_p=0.5, top_p=0.6), draws=5000)
-    assert counts == [5000, 0, 0, 0, 0]
+    return count_draws(logits, [state(params, vocab_size=len(logits))] * rows, draws)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 256, 257, 1500])
