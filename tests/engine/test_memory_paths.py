@@ -69,6 +69,33 @@ def test_prefix_hit_after_preemption(text: list[int]) -> None:
         assert_empty(llm)
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_recomputed_tokens_are_not_counted_as_cached(text: list[int], warm: bool) -> None:
+    """Known bug elsewhere: after a preemption a request found its own blocks, and its usage said
+    that so many prompt tokens had been cached."""
+    prompt = text[:130]
+    options = {"compression": "full", "kv_budget": None, "max_num_batched_tokens": 50}
+    with make_llm(**options) as llm:
+        if warm:
+            llm.generate([prompt[:70]], greedy(1))
+        found = 64 if warm else 0
+        before = llm.stats().prefix_cache_hits
+        llm.engine.add_request(prompt, greedy(40), "one")
+        result, steps, preempted = None, 0, 0
+        while llm.engine.has_unfinished:
+            for output in llm.engine.step():
+                result = output
+            steps += 1
+            running = llm.engine.core.scheduler.running
+            if running and steps in (2, 8, 20, 30):  # in its prefill, then in its decode
+                llm.engine.core.scheduler._preempt(running[0])
+                preempted += 1
+        assert result is not None and result.metrics.preemptions == preempted == 4
+        assert result.metrics.cached_prompt_tokens == found
+        assert llm.stats().prefix_cache_hits - before == found
+        assert_empty(llm)
+
+
 def test_abort_in_mid_prefill_then_same_prefix(text: list[int]) -> None:
     prompt = text[:200]
     (expected,) = run_alone([prompt], [greedy(30)])

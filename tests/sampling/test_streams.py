@@ -133,5 +133,7 @@ def test_prompts_cut_at_every_token_boundary(form):
             stop = text[max(0, len(before) - 2) : len(before) + 1]
             if len(stop) > 1 and stop not in text[len(before) :]:
                 options = SamplingParams(stop=[stop])
-                assert decode_final(make_tokenizer(form), prompt, output, options) == "".join(chunks)
+                assert decode_final(make_tokenizer(form), prompt, output, options) == "".join(
+                    chunks
+                )
     assert broken > 500

@@ -343,6 +343,7 @@ def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:
         request = item.request
         wanted, start = request.next_prompt_logits, request.num_computed
         if wanted is not None:
+            assert start <= wanted, f"{request.request_id}: prompt logits skipped"
             # After a preemption, positions that were read before are computed once more.
             end = min(start + item.num_tokens, request.prompt_len - 1)
             if wanted < end:

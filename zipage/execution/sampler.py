@@ -157,8 +157,6 @@ class Sampler:
             chosen = self._choose(logits, rows, [states[row] for row in rows])
             for row, token_id, peak in zip(rows, *chosen, strict=True):
                 token_ids[row], peaks[row] = token_id, peak
-        for state in states:
-            state.num_sampled += 1
         logprobs: list[dict[int, Logprob] | None] = [None] * len(states)
         rows = [
             row
@@ -170,6 +168,9 @@ class Sampler:
             entries = token_logprobs(logits[rows], [token_ids[row] for row in rows], wanted)
             for row, entry in zip(rows, entries, strict=True):
                 logprobs[row] = entry
+        # Last, so that a step that failed can be repeated with the same draws.
+        for state in states:
+            state.num_sampled += 1
         return _checked(token_ids, peaks, logprobs)
 
     def _choose(
