@@ -47,6 +47,17 @@ def test_a_hit_leaves_the_window_to_be_computed(length: int, window: int) -> Non
     assert engine.ended["second"].compressions > 2
 
 
+@pytest.mark.parametrize("wanted", [0, 1, B, 2 * B + 1, 5 * B, None])
+def test_a_hit_leaves_the_positions_whose_logits_are_wanted(wanted: int | None) -> None:
+    engine = make_engine()
+    for name in ("first", "second"):
+        request = engine.add(name, Ask(prompt(5 * B), max_tokens=3))
+        request.next_prompt_logits = wanted
+        engine.run()
+    most = 5 * B - 1 if wanted is None else min(wanted, 5 * B - 1)
+    assert cached(engine, "second") == most // B * B
+
+
 def test_generated_text_is_found_again() -> None:
     engine = make_engine()
     engine.add("first", Ask(prompt(5), max_tokens=20))

@@ -2,9 +2,10 @@
 
 import io
 import json
+import math
 
 from zipage.cli.records import InputRecord, OrderedWriter, output_record, read_records
-from zipage.outputs import CompletionOutput, RequestOutput, Usage
+from zipage.outputs import CompletionOutput, Logprob, RequestOutput, Usage
 
 
 def test_records_of_all_kinds() -> None:
@@ -88,3 +89,17 @@ def test_one_completion_is_flat_and_several_are_a_list() -> None:
     assert [o["text"] for o in several["outputs"]] == ["x", "y"]
     assert [o["token_ids"] for o in several["outputs"]] == [[5], [6, 7]]
     json.dumps(several)
+
+
+def test_logprobs_are_json() -> None:
+    record = InputRecord(0, 1, "prompt", "p", "a", {})
+    likely, impossible = Logprob(-0.5, 1, "x"), Logprob(-math.inf, 300, "y")
+    answer = CompletionOutput(0, "x", [5], -0.5, [{5: likely}], finish_reason="stop")
+    output = RequestOutput(
+        "r", "p", [1, 7], [answer], True, prompt_logprobs=[None, {7: impossible, 5: likely}]
+    )
+    line = json.loads(json.dumps(output_record(record, output), allow_nan=False))
+    shown = {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
+    assert line["logprobs"] == [{"5": shown}]
+    hidden = {"logprob": -9999.0, "rank": 300, "decoded_token": "y"}
+    assert line["prompt_logprobs"] == [None, {"7": hidden, "5": shown}]

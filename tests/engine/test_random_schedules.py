@@ -7,11 +7,14 @@ import random
 
 import pytest
 
-from tests.engine.workload import assert_empty, greedy, make_llm, prompt_ids, run_alone
-from zipage import LLM, SamplingParams
+from tests.engine.workload import assert_empty, greedy, make_llm, prompt_ids
+from zipage import LLM, RequestOutput, SamplingParams
 
 SCHEDULES = int(os.environ.get("ZIPAGE_SCHEDULES", "100"))
 GROUPS = 10
+
+#: Prompt, answer length, full cache, and a kind of sampling.
+Pick = tuple[int, int, bool, str]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +44,24 @@ def test_random_schedule_equals_solo_runs(group: int, catalogue: list[list[int]]
     """Requests arriving at random, some aborted, in random pools; each equals its solo run."""
     rng = random.Random(1000 + group)
     shared = _options(rng)
-    solo: dict[tuple[int, int, bool], list[int]] = {}
+    solo: dict[Pick, RequestOutput] = {}
     for _ in range(-(-SCHEDULES // GROUPS)):
         count = rng.randint(2, 7)
         picks = [
-            (rng.randrange(len(catalogue)), rng.choice([1, 5, 30, 70]), rng.random() < 0.25)
+            (
+                rng.randrange(len(catalogue)),
+                rng.choice([1, 5, 30, 70]),
+                rng.random() < 0.25,
+                rng.choice(["greedy", "greedy", "seeded", "prompt logprobs"]),
+            )
             for _ in range(count)
         ]
         missing = [p for p in dict.fromkeys(picks) if p not in solo]
-        params = [greedy(n, compression="off" if off else None) for _, n, off in missing]
-        runs = run_alone([catalogue[i] for i, _, _ in missing], params, **shared)
-        solo.update(zip(missing, runs, strict=True))
+        with make_llm(enable_prefix_caching=False, num_kv_blocks=1000, **shared) as llm:
+            for pick in missing:
+                (solo[pick],) = llm.generate([catalogue[pick[0]]], _params(pick))
         b = int(shared["block_size"])  # type: ignore[call-overload]
-        largest = max(-(-(len(catalogue[i]) + n) // b) for i, n, _ in picks)
+        largest = max(-(-(len(catalogue[i]) + n) // b) for i, n, _, _ in picks)
         largest = max(largest, int(shared["kv_budget"]) // b + 1)  # type: ignore[call-overload]
         options = dict(
             shared,
@@ -67,32 +75,52 @@ def test_random_schedule_equals_solo_runs(group: int, catalogue: list[list[int]]
         with make_llm(**options) as llm:
             finished = _drive(llm, rng, catalogue, picks)
             assert_empty(llm)
-        for request_id, tokens in finished.items():
+        for request_id, output in finished.items():
             pick = picks[int(request_id)]
-            assert tokens == solo[pick], (request_id, pick, options)
+            answer, expected = output.outputs[0], solo[pick].outputs[0]
+            assert answer.token_ids == expected.token_ids, (request_id, pick, options)
+            assert answer.logprobs == expected.logprobs, (request_id, pick, options)
+            assert output.prompt_logprobs == solo[pick].prompt_logprobs, (request_id, pick, options)
+
+
+def _params(pick: Pick) -> SamplingParams:
+    prompt, length, off, kind = pick
+    compression = "off" if off else None
+    if kind == "greedy":
+        return greedy(length, compression=compression)
+    return SamplingParams(
+        temperature=20.0,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        seed=prompt,
+        max_tokens=length,
+        ignore_eos=True,
+        compression=compression,
+        logprobs=1,
+        prompt_logprobs=1 if kind == "prompt logprobs" else None,
+    )
 
 
 def _drive(
     llm: LLM,
     rng: random.Random,
     catalogue: list[list[int]],
-    picks: list[tuple[int, int, bool]],
-) -> dict[str, list[int]]:
-    """Submit at random times, abort some, step to the end; tokens of the finished ones."""
+    picks: list[Pick],
+) -> dict[str, RequestOutput]:
+    """Submit at random times, abort some, step to the end; outputs of the finished ones."""
     engine = llm.engine
     todo = list(range(len(picks)))
-    finished: dict[str, list[int]] = {}
+    finished: dict[str, RequestOutput] = {}
     aborted: set[str] = set()
     steps = 0
     while todo or engine.has_unfinished:
         while todo and (rng.random() < 0.4 or not engine.has_unfinished):
             i = todo.pop(0)
-            prompt, length, off = picks[i]
-            params: SamplingParams = greedy(length, compression="off" if off else None)
-            engine.add_request(catalogue[prompt], params, str(i), priority=rng.choice([0, 0, 1]))
+            params, priority = _params(picks[i]), rng.choice([0, 0, 1])
+            engine.add_request(catalogue[picks[i][0]], params, str(i), priority=priority)
         for output in engine.step():
             assert output.error is None, output.error
-            finished[output.request_id] = output.outputs[0].token_ids
+            finished[output.request_id] = output
         engine.core.check_integrity()
         if rng.random() < 0.01:
             victim = str(rng.randrange(len(picks)))

@@ -79,6 +79,10 @@ ILLEGAL = [
     ("logprobs", -1),
     ("logprobs", True),
     ("logprobs", 2.0),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", True),
+    ("prompt_logprobs", "1"),
     ("kv_budget", 0),
     ("kv_budget", 512.0),
     ("kv_budget", True),
@@ -116,6 +120,9 @@ LEGAL = [
     ("min_tokens", 5),
     ("logprobs", 0),
     ("logprobs", None),
+    ("prompt_logprobs", 0),
+    ("prompt_logprobs", 20),
+    ("prompt_logprobs", None),
     ("kv_budget", 512),
     ("compression", "on"),
     ("compression", "off"),
@@ -224,6 +231,8 @@ def test_verify_names_ids_outside_the_vocabulary():
         SamplingParams(stop_token_ids=[1, 100]).verify(100)
     with pytest.raises(RequestError, match=r"logprobs=101 .* 100"):
         SamplingParams(logprobs=101).verify(100)
+    with pytest.raises(RequestError, match=r"prompt_logprobs=11 .* 10"):
+        SamplingParams(prompt_logprobs=11).verify(10)
 
 
 def test_from_dict():

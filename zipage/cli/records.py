@@ -151,7 +151,11 @@ def _completion(completion: CompletionOutput, token_ids: bool) -> dict[str, Any]
 
 
 def _logprobs(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
-    return {token: dataclasses.asdict(entry) for token, entry in position.items()}
+    # JSON has no infinity; -9999 stands for it, as in vLLM's server.
+    return {
+        token: dataclasses.asdict(entry) | {"logprob": max(entry.logprob, -9999.0)}
+        for token, entry in position.items()
+    }
 
 
 class OrderedWriter:
