@@ -205,13 +205,14 @@ class EngineCore:
 
     def _append(self, plan: StepPlan, output: SamplerOutput, updates: list[TokenUpdate]) -> None:
         now = time.perf_counter()
+        prompts = output.prompt_logprobs
         row = 0
         for item in plan.scheduled:
             request = item.request
             if item.num_tokens > 1 or not item.samples or not request.num_output_tokens:
                 self._stats.prefill_tokens += item.num_tokens
             update = TokenUpdate(request)
-            read = output.prompt_logprobs.get(request.request_id)
+            read = prompts.get(request.request_id) if prompts else None
             if read is not None:
                 update.prompt_logprobs = None if read.fault else read.entries
                 update.error = read.fault

@@ -310,8 +310,10 @@ class LLMEngine:
                 assert answer.cumulative_logprob is not None
                 answer.cumulative_logprob += entry[token].logprob
         reason, stop_reason = update.finish_reason, update.stop_reason
-        group.prompt_logprobs += update.prompt_logprobs or ()
-        described = [*(update.prompt_logprobs or ()), *(update.logprobs or ())]
+        described = update.logprobs or []
+        if update.prompt_logprobs:
+            group.prompt_logprobs += update.prompt_logprobs
+            described = described + update.prompt_logprobs
         if described or (update.token_ids and answer.detokenizer is not None):
             found = None
             try:
