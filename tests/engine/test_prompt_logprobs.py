@@ -253,6 +253,23 @@ def test_stream_has_them_from_its_first_output(
     assert all(o.prompt_logprobs == alone[2].prompt_logprobs for o in outputs)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chunk", [1, 33, 256])
+def test_on_cuda_as_on_the_cpu(
+    chunk: int, prompts: list[list[int]], alone: list[RequestOutput]
+) -> None:
+    """Also where a chunk has one token, as a captured decode step has."""
+    params = wanted(5, prompt_logprobs=0)
+    with make_llm(device="cuda", dtype="float32", max_num_batched_tokens=chunk) as llm:
+        for output, expected in zip(llm.generate(prompts, params), alone, strict=True):
+            assert output.prompt_logprobs is not None and expected.prompt_logprobs is not None
+            pairs = zip(output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True)
+            for (mine, theirs), token in zip(pairs, output.prompt_token_ids[1:], strict=True):
+                assert mine is not None and theirs is not None
+                assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=5e-3)
+
+
 @pytest.mark.parametrize("top", [0, 1, 20])
 def test_shapes(top: int, prompts: list[list[int]]) -> None:
     with make_llm() as llm:
