@@ -119,9 +119,31 @@ def test_nothing_of_a_stop_string_is_sent(scripted: tuple[LLM, Script], include:
     assert_empty(llm)
 
 
+@pytest.mark.parametrize("stop", [None, "\ufffd", "b\ufffd"])
+def test_a_character_that_is_never_completed(
+    scripted: tuple[LLM, Script], stop: str | None
+) -> None:
+    """Its place is marked at the end, where a stop string may take it away again."""
+    llm, script = scripted
+    script.tokens.append(llm.get_tokenizer().encode("ab🙂", add_special_tokens=False)[:-1])
+    params = script.params(len(script.tokens) - 1, stop=stop)
+    *before, last = llm.stream([PROMPT], params)
+    assert all("\ufffd" not in output.outputs[0].text for output in before)
+    answer = last.outputs[0]
+    if stop is None:
+        assert (answer.text, answer.finish_reason) == ("ab\ufffd", "length")
+    else:
+        expected = "ab" if stop == "\ufffd" else "a"
+        assert (answer.text, answer.finish_reason) == (expected, "stop")
+        assert answer.stop_reason == stop
+    assert_empty(llm)
+
+
 def test_asyncio_streams_add_up_to_the_texts(tokenizer: Path) -> None:
     async def scenario() -> None:
-        llm = AsyncLLM(device="cpu", block_size=16, kv_budget=64, tokenizer=str(tokenizer))
+        llm = AsyncLLM(
+            device="cpu", block_size=16, kv_budget=64, num_kv_blocks=200, tokenizer=str(tokenizer)
+        )
         script = Script(llm)  # type: ignore[arg-type]
         llm.engine.core.runner.sampler = script  # type: ignore[assignment]
 

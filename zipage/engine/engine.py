@@ -346,6 +346,10 @@ class LLMEngine:
         try:
             if answer.detokenizer is not None:
                 answer.text += answer.detokenizer.finish()
+                found = answer.detokenizer.stopped
+                if found is not None and reason in ("stop", "length"):
+                    # Perhaps only now: its end may have waited for a character to be completed.
+                    answer.finish_reason, answer.stop_reason = "stop", found
             elif answer.output_token_ids:
                 answer.text = decode_final(
                     self.tokenizer,
