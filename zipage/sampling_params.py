@@ -16,10 +16,10 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e4
 """Above it the distribution is uniform to fp32 precision."""
 MAX_REPETITION_PENALTY = 1e4
-MAX_N = 1024
-"""Most completions of one prompt."""
 MAX_PROMPT_LOGPROBS = 20
 """Most alternatives returned for each prompt token, vLLM's default limit."""
+MAX_N = 1024
+"""Most completions of one prompt."""
 _INT32_MAX = 2**31 - 1
 
 CompressionMode = Literal["on", "off"]
