@@ -343,14 +343,19 @@ class EngineCore:
             "host copies without a swapped request"
         )
 
-    def shutdown(self) -> None:
-        """Abort everything and release the compression thread."""
+    def shutdown(self, failed: bool = False) -> None:
+        """Abort everything and release the compression thread.
+
+        Args:
+            failed: a step raised, so that the bookkeeping may be broken and is left alone.
+        """
         try:
-            for request_id in list(self.scheduler.requests):
+            for request_id in [] if failed else list(self.scheduler.requests):
                 self.scheduler.abort(request_id)
         finally:
             self._executor.shutdown()
-        self._collect(self._executor.poll(), [])
+        if not failed:
+            self._collect(self._executor.poll(), [])
 
 
 def _failed(request: Request, error: BaseException, where: str) -> TokenUpdate:

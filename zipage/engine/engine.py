@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import numbers
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,8 +130,9 @@ class LLMEngine:
             for request in group.requests:
                 self.core.add(request)
         except BaseException:
-            for request in group.requests:
-                self.core.abort(request.request_id)
+            with self._stopping_on_failure():
+                for request in group.requests:
+                    self.core.abort(request.request_id)
             raise
         group.unfinished = params.n
         self._groups[request_id] = group
@@ -282,15 +284,23 @@ class LLMEngine:
                 `fail_all` for the outputs of the requests it held.
         """
         self._check_alive()
-        try:
+        with self._stopping_on_failure():
             outputs = self._publish(self.core.step())
             if self._groups and not self.core.has_unfinished:
                 raise RuntimeError(f"requests {sorted(self._groups)} were lost")
+        return outputs
+
+    @contextlib.contextmanager
+    def _stopping_on_failure(self) -> Iterator[None]:
+        """What goes wrong here may have left the bookkeeping broken: nothing may go on."""
+        try:
+            yield
         except Exception as error:
+            if self._dead is not None:
+                raise
             logger.critical("the engine stopped", exc_info=error)
             self.kill(error)
             raise EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}") from error
-        return outputs
 
     def _publish(self, updates: list[TokenUpdate]) -> list[RequestOutput]:
         touched: dict[str, _Group] = {}
@@ -361,11 +371,16 @@ class LLMEngine:
         group.unfinished -= 1
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment; returns its last output, None if it is not live."""
+        """End a request at any moment; returns its last output, None if it is not live.
+
+        Raises:
+            EngineDeadError: the engine failed over it, see `step`.
+        """
         group = self._groups.get(request_id)
         if group is None:
             return None
-        return self._end_group(group, "abort", None)
+        with self._stopping_on_failure():
+            return self._end_group(group, "abort", None)
 
     def kill(self, error: BaseException) -> None:
         """Refuse everything from now on, because of `error`."""
@@ -400,10 +415,11 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Abort everything and release threads."""
-        if self._dead is None:
+        failed = self._dead is not None
+        if not failed:
             self._dead = EngineDeadError("it was shut down")
         self._groups.clear()
-        self.core.shutdown()
+        self.core.shutdown(failed)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the core."""
