@@ -25,6 +25,7 @@ from tests.engine.faults import (
 )
 from tests.engine.small_model import make_small_llm, small_options
 from zipage import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from zipage.compression.job import CompressionJob
 from zipage.engine.engine import LLMEngine
 from zipage.engine.request import RequestStatus
 from zipage.engine.scheduler import Scheduler
@@ -198,6 +199,7 @@ def _drive_engine(run: Run) -> None:
     with LLM(**run.options) as llm:
         engine = llm.engine
         engine._tokenizer = run.solo.tokenizer
+        _add_shortages(run.rng, engine.core.scheduler)
         todo = dict(run.asks)
         with run.injector.installed(engine):
             while todo or engine.has_unfinished:
@@ -220,8 +222,6 @@ def _drive_engine(run: Run) -> None:
                         last = engine.abort(name)
                         assert last is not None
                         run.outcomes[name] = last
-                    if run.rng.random() < 0.15:
-                        _swap_somebody(run.rng, engine.core.scheduler)
                     for output in engine.step():
                         if output.finished:
                             run.outcomes[output.request_id] = output
@@ -238,13 +238,19 @@ def _drive_engine(run: Run) -> None:
             run.settle(engine)
 
 
-def _swap_somebody(rng: random.Random, scheduler: Scheduler) -> None:
-    """As if an older request needed the blocks of a compressed one."""
-    compressed = [
-        r for r in scheduler.running if r.compressed and r.status is RequestStatus.RUNNING
-    ]
-    if compressed:
-        scheduler._preempt(rng.choice(compressed))
+def _add_shortages(rng: random.Random, scheduler: Scheduler) -> None:
+    """In some steps, swap a request out as if an older one needed its blocks."""
+    plan = scheduler.plan_compressions
+
+    def plan_compressions() -> list[CompressionJob]:
+        compressed = [
+            r for r in scheduler.running if r.compressed and r.status is RequestStatus.RUNNING
+        ]
+        if compressed and rng.random() < 0.15:
+            scheduler._preempt(rng.choice(compressed))
+        return plan()
+
+    scheduler.plan_compressions = plan_compressions  # type: ignore[method-assign]
 
 
 def _drive_generate(run: Run) -> None:
