@@ -10,10 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zipage.errors import ConfigError
+from zipage.errors import ConfigError, shown
 
-#: Policies that `compression` accepts besides those of `zipage.compression.policies`.
+#: The value of `compression` that means none; there is no policy behind it.
 FULL = "full"
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+#: Most sequences of a batch; their block tables are allocated at once.
+_MOST_SEQUENCES = 1 << 16
+_LARGEST_BLOCK = 1 << 16
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -31,12 +37,13 @@ def parse_bytes(option: str, value: int | str) -> int:
         found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", str(value).lower())
         if not found:
             raise ConfigError(
-                f"{option}={value!r} is not a size: write bytes or for example '2GiB', '500MB'"
+                f"{option}={shown(value)} is not a size: write bytes or for example '2GiB', '500MB'"
             )
         unit = found.group(2) or ""
-        size = int(float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[unit])
-    if size <= 0:
-        raise ConfigError(f"{option}={value!r} must be positive")
+        amount = float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[unit]
+        size = int(min(amount, _INT64_MAX))
+    if not 0 < size < _INT64_MAX:
+        raise ConfigError(f"{option}={shown(value)} must be positive and below 2**63 bytes")
     return size
 
 
@@ -130,25 +137,29 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, (str, os.PathLike)) or not str(value)):
+                raise ConfigError(f"{name}={shown(value)} must be a path, a hub name or None")
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("compaction", ("holes", "stable"))
         self._check_choice("admission", ("bounded", "optimistic"))
         self._check_choice("attention_backend", ("auto", "torch", "native", "triton"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise ConfigError(f"device={self.device!r}: legal are auto, cpu, cuda and cuda:N")
-        self._check_int("block_size", 16)
+            raise ConfigError(f"device={shown(self.device)}: legal are auto, cpu, cuda and cuda:N")
+        self._check_int("block_size", 16, _LARGEST_BLOCK)
         if self.block_size % 16:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16")
         if self.window is not None:
             self._check_int("window", 1, self.block_size)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("num_sinks", 0)
-        self._check_int("seed", 0)
+        self._check_int("max_num_seqs", 1, _MOST_SEQUENCES)
+        self._check_int("max_num_batched_tokens", 1, _INT32_MAX)
+        self._check_int("num_sinks", 0, _INT32_MAX)
+        self._check_int("seed", 0, _INT64_MAX)
         for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
             if getattr(self, name) is not None:
-                self._check_int(name, 1)
+                self._check_int(name, 1, _INT32_MAX)
         for name in (
             "bounded_prefill",
             "enable_prefix_caching",
@@ -157,26 +168,26 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "async_compression" and value is None):
-                raise ConfigError(f"{name}={value!r} must be True or False")
+                raise ConfigError(f"{name}={shown(value)} must be True or False")
         share = self.memory_utilization
         if share is not None and (not _is_real(share) or not 0 < share <= 1):
-            raise ConfigError(f"memory_utilization={share!r} must lie in (0, 1]")
+            raise ConfigError(f"memory_utilization={shown(share)} must lie in (0, 1]")
         if not _is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
-            raise ConfigError(f"protect_prompt={self.protect_prompt!r} must lie in [0, 1]")
+            raise ConfigError(f"protect_prompt={shown(self.protect_prompt)} must lie in [0, 1]")
         if not isinstance(self.policy_options, Mapping):
-            raise ConfigError(f"policy_options={self.policy_options!r} must be a mapping")
+            raise ConfigError(f"policy_options={shown(self.policy_options)} must be a mapping")
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
             if self.num_kv_blocks is not None:
                 raise ConfigError(
                     "kv_cache_memory and num_kv_blocks both set the pool's size: give one"
                 )
-        if self.compression != FULL:
+        if not isinstance(self.compression, str) or self.compression != FULL:
             from zipage.compression.policies import make_policy, policy_names
 
-            if self.compression not in policy_names():
+            if not isinstance(self.compression, str) or self.compression not in policy_names():
                 raise ConfigError(
-                    f"compression={self.compression!r} is an unknown policy: legal are "
+                    f"compression={shown(self.compression)} is an unknown policy: legal are "
                     f"{', '.join([*policy_names(), FULL])}"
                 )
             make_policy(self.compression, self.policy_options)
@@ -202,7 +213,7 @@ class EngineConfig:
             or kv_budget < smallest
         ):
             raise ConfigError(
-                f"kv_budget={kv_budget!r} must be a multiple of block_size={b}, at least "
+                f"kv_budget={shown(kv_budget)} must be a multiple of block_size={b}, at least "
                 f"{smallest} tokens (the window of {window} and {self.num_sinks} sinks, "
                 f"in whole blocks); a request then owns kv_budget/{b} + 1 blocks"
             )
@@ -242,16 +253,16 @@ class EngineConfig:
 
     def _check_choice(self, name: str, legal: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if value not in legal:
-            raise ConfigError(f"{name}={value!r}: legal are {', '.join(legal)}")
+        if not isinstance(value, str) or value not in legal:
+            raise ConfigError(f"{name}={shown(value)}: legal are {', '.join(legal)}")
 
     def _check_int(self, name: str, least: int, most: int | None = None) -> None:
         value = getattr(self, name)
         legal = f"an integer >= {least}" + (f" and <= {most}" if most is not None else "")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name}={value!r} must be {legal}")
+            raise ConfigError(f"{name}={shown(value)} must be {legal}")
         if value < least or (most is not None and value > most):
-            raise ConfigError(f"{name}={value} must be {legal}")
+            raise ConfigError(f"{name}={shown(value)} must be {legal}")
 
 
 def _is_real(value: object) -> bool:

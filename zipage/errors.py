@@ -21,3 +21,15 @@ class RequestError(ZipageError, ValueError):
 
 class EngineDeadError(ZipageError, RuntimeError):
     """The engine stopped after a failure it could not contain; the cause is chained."""
+
+
+_LONGEST_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """`value` as a message shows it: its repr, cut where it is too long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python prints, an object's own failure
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import numbers
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -10,6 +14,7 @@ from typing import Any, cast
 from zipage.config import EngineConfig
 from zipage.engine.core import EngineStats
 from zipage.engine.engine import LLMEngine, Prompt
+from zipage.engine.interrupt import deferred_interrupt
 from zipage.errors import RequestError
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
@@ -25,13 +30,18 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
-    if prompts and all(isinstance(p, int) for p in prompts):
+    if prompts and all(isinstance(p, numbers.Integral) for p in prompts):
         return [cast(Prompt, prompts)]
     return cast("list[Prompt]", list(prompts))
 
 
 class LLM:
     """A model ready to answer.
+
+    Methods may be called from any thread: one engine step or submission runs at a time, and
+    whoever reads outputs runs the engine for all. Ctrl-C takes effect between two steps: it ends
+    the requests of the interrupted call, and the engine goes on being usable. An `LLM` that is
+    dropped without `shutdown` is cleaned up by garbage collection.
 
     Args:
         model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
@@ -49,7 +59,14 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         self.engine = LLMEngine(self.config)
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: weakref.WeakValueDictionary[str, OutputStream]
+        self._streams = weakref.WeakValueDictionary()
+        #: Requests of streams that were garbage-collected, maybe in the middle of a step.
+        self._dropped: deque[str] = deque()
+        self._lock = threading.Lock()
+        #: Held by the thread that is next, so that one that runs step after step lets it in.
+        self._turn = threading.Lock()
+        self._holder: int | None = None
 
     # ------------------------------------------------------------------ answering
 
@@ -68,16 +85,16 @@ class LLM:
                 ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``.
             sampling_params: one for all, or one each; None for greedy up to the model's length.
             priority: one for all, or one each; lower runs earlier.
-            on_step: called after every step with `EngineStats`.
+            on_step: called after every step with `EngineStats`. What it raises is raised here,
+                and ends the requests of this call.
 
         Raises:
             RequestError: a prompt or its parameters are illegal; nothing was run.
             EngineDeadError: the engine failed.
         """
-        ids = self._submit(prompts, sampling_params, priority, stream=False)
-        outputs: dict[str, RequestOutput] = {}
-        for output in OutputStream(self, ids, on_step):
-            outputs[output.request_id] = output
+        stream = self._submit(prompts, sampling_params, priority, on_step, streams=False)
+        ids = stream.request_ids
+        outputs = {output.request_id: output for output in stream}
         return [outputs[request_id] for request_id in ids]
 
     def stream(
@@ -91,8 +108,7 @@ class LLM:
 
         Closing the iterator aborts what is unfinished.
         """
-        ids = self._submit(prompts, sampling_params, priority, stream=True)
-        return OutputStream(self, ids)
+        return self._submit(prompts, sampling_params, priority)
 
     def chat(
         self,
@@ -120,41 +136,83 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty: give at least one message")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        return [
-            apply_chat(
-                self.engine.tokenizer,
-                conversation,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
+        with self._exclusive():
+            return [
+                apply_chat(
+                    self.engine.tokenizer,
+                    conversation,  # type: ignore[arg-type]
+                    add_generation_prompt=add_generation_prompt,
+                    **(chat_template_kwargs or {}),
+                )
+                for conversation in conversations
+            ]
 
     def _submit(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
-        stream: bool,
-    ) -> list[str]:
+        on_step: StepCallback | None = None,
+        streams: bool = True,
+    ) -> OutputStream:
         todo = as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams(temperature=0.0)
         params = _each("sampling_params", sampling_params, todo)
         priorities = _each("priority", priority, todo)
-        ids: list[str] = []
+        stream = OutputStream(self, on_step)
         try:
-            for prompt, one, prio in zip(todo, params, priorities, strict=True):
-                ids.append(self.engine.add_request(prompt, one, priority=prio, stream=stream))
+            with self._exclusive():
+                for prompt, one, prio in zip(todo, params, priorities, strict=True):
+                    name = self.engine.add_request(prompt, one, priority=prio, stream=streams)
+                    stream.expect(name)
         except BaseException:
-            self._abort(ids)
+            stream.close()
             raise
-        return ids
+        return stream
 
-    def _abort(self, ids: Iterable[str]) -> None:
-        for request_id in list(ids):
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The engine is this thread's, and no interrupt gets into what is done with it."""
+        me = threading.get_ident()
+        if self._holder == me:
+            raise RuntimeError(
+                "an LLM was used inside one of its own steps, for example by a signal handler: "
+                "let the handler set a flag, or raise"
+            )
+        with deferred_interrupt():
+            with self._turn:
+                self._lock.acquire()
+            try:
+                self._holder = me
+                self._abort_dropped()
+                yield
+            finally:
+                self._holder = None
+                self._lock.release()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
             self._streams.pop(request_id, None)
             self.engine.abort(request_id)
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        with self._exclusive():
+            for request_id in ids:
+                self._streams.pop(request_id, None)
+                self.engine.abort(request_id)
+
+    def _drop(self, ids: Iterable[str]) -> None:
+        """Abort requests from wherever the garbage collector runs: now, or with the next call."""
+        self._dropped.extend(ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._holder = threading.get_ident()
+                self._abort_dropped()
+            finally:
+                self._holder = None
+                self._lock.release()
 
     def _advance(self) -> None:
         """Run one engine step and hand its outputs to whoever waits for them."""
@@ -175,7 +233,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort everything and release threads. Also done on leaving a ``with`` block."""
-        self.engine.shutdown()
+        with self._exclusive():
+            self.engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -194,15 +253,23 @@ class OutputStream(Iterator[RequestOutput]):
 
     Several streams of one `LLM` may be read in turn: reading any of them runs the engine for all.
     Closing it, or dropping it, aborts what is unfinished.
+
+    Attributes:
+        request_ids: of its requests, in the order of the prompts.
     """
 
-    def __init__(self, llm: LLM, ids: Sequence[str], on_step: StepCallback | None = None) -> None:
+    def __init__(self, llm: LLM, on_step: StepCallback | None = None) -> None:
+        self.request_ids: list[str] = []
+        self._left: set[str] = set()
         self._llm = llm
-        self._left = set(ids)
         self._ready: deque[RequestOutput] = deque()
         self._on_step = on_step
-        for request_id in ids:
-            llm._streams[request_id] = self
+
+    def expect(self, request_id: str) -> None:
+        """Outputs of this request are coming."""
+        self.request_ids.append(request_id)
+        self._left.add(request_id)
+        self._llm._streams[request_id] = self
 
     def put(self, output: RequestOutput) -> None:
         """Take an output of one of the requests."""
@@ -219,11 +286,13 @@ class OutputStream(Iterator[RequestOutput]):
             while not self._ready:
                 if not self._left:
                     raise StopIteration
-                self._llm._advance()
+                with self._llm._exclusive():
+                    if not self._ready:  # another thread may have run the engine meanwhile
+                        self._llm._advance()
+                    for request_id in self._left - self._llm.engine.live_requests:
+                        self._forget(request_id)  # aborted by somebody else
                 if self._on_step is not None:
                     self._on_step(self._llm.stats())
-                for request_id in self._left - self._llm.engine.live_requests:
-                    self._forget(request_id)  # aborted by somebody else
         except BaseException:
             self.close()
             raise
@@ -232,10 +301,12 @@ class OutputStream(Iterator[RequestOutput]):
     def close(self) -> None:
         """Abort what is unfinished."""
         left, self._left = self._left, set()
-        self._llm._abort(left)
+        if left:
+            self._llm._abort(left)
 
     def __del__(self) -> None:
-        self.close()
+        if self._left:
+            self._llm._drop(self._left)
 
 
 def _each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:

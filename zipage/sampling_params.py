@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from zipage.errors import RequestError
+from zipage.errors import RequestError, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token, as in vLLM."""
@@ -20,6 +20,9 @@ MAX_PROMPT_LOGPROBS = 20
 """Most alternatives returned for each prompt token, vLLM's default limit."""
 MAX_N = 1024
 """Most completions of one prompt."""
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARACTERS = 1 << 16
+"""Most characters of all stop strings of a request together."""
 _INT32_MAX = 2**31 - 1
 
 CompressionMode = Literal["on", "off"]
@@ -48,7 +51,8 @@ class SamplingParams:
         logit_bias: token id to a value in [-100, 100] added to its logit.
         seed: makes the draws of this request reproducible whatever else runs; completion i of n
             uses ``seed + i``. None or -1 uses the engine's generator.
-        stop: strings that end the text. Kept as a tuple.
+        stop: strings that end the text, at most 1024 with 65536 characters altogether. Kept as
+            a tuple.
         stop_token_ids: tokens that end the output as end-of-sequence tokens do. Kept as a tuple.
         include_stop_str_in_output: keep the stop string, or the text of the stop token.
         ignore_eos: go on after the model's end-of-sequence tokens.
@@ -142,7 +146,8 @@ class SamplingParams:
             )
         if self.kv_budget is not None:
             self._set("kv_budget", _integer("kv_budget", self.kv_budget, 1, _INT32_MAX))
-        if self.compression not in (None, "on", "off"):
+        mode = self.compression
+        if mode is not None and not (isinstance(mode, str) and mode in ("on", "off")):
             raise _illegal("compression", self.compression, '"on", "off" or None')
         if self.compression == "off" and self.kv_budget is not None:
             raise _illegal("kv_budget", self.kv_budget, 'None when compression="off"')
@@ -163,7 +168,7 @@ class SamplingParams:
             if key not in names:
                 close = difflib.get_close_matches(str(key), names)
                 hint = f"did you mean {' or '.join(close)}?" if close else f"known: {names}"
-                raise RequestError(f"unknown sampling option {key!r}; {hint}")
+                raise RequestError(f"unknown sampling option {shown(key)}; {hint}")
         values = dict(options)
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):
@@ -224,7 +229,7 @@ class SamplingParams:
 
 
 def _illegal(name: str, value: object, legal: str) -> RequestError:
-    return RequestError(f"{name}={value!r} is not legal: must be {legal}")
+    return RequestError(f"{name}={shown(value)} is not legal: must be {legal}")
 
 
 def _integer(name: str, value: object, low: int, high: int, legal: str | None = None) -> int:
@@ -242,7 +247,10 @@ def _real(name: str, value: object, low: float, high: float, legal: str | None =
         legal = f"a number from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _illegal(name, value, legal)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _illegal(name, value, legal) from None
     # NaN fails both comparisons, infinities one of them.
     if not low <= number <= high:
         raise _illegal(name, value, legal)
@@ -282,4 +290,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
         if not isinstance(string, str) or not string:
             raise _illegal("stop", string, legal)
         checked.append(string)
-    return tuple(dict.fromkeys(checked))
+    distinct = tuple(dict.fromkeys(checked))
+    if len(distinct) > MAX_STOP_STRINGS or sum(map(len, distinct)) > MAX_STOP_CHARACTERS:
+        most = f"at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters altogether"
+        raise _illegal("stop", value, most)
+    return distinct

@@ -9,9 +9,10 @@ from tests.compression import naive
 from tests.compression.cached_request import gather, make_cache, make_job, positions_before
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.job import CompressionJob
-from zipage.compression.policies import FULL, default_window, make_policy, policy_names
+from zipage.compression.policies import default_window, make_policy, policy_names
 from zipage.compression.policies.zipage import ZipagePolicy
 from zipage.compression.view import CacheView
+from zipage.config import FULL
 from zipage.errors import ConfigError
 
 

@@ -126,15 +126,6 @@ class BlockPool:
             raise ValueError(f"block {block} has no owner")
         self._forget(block)
 
-    def clear_cached(self) -> int:
-        """Drop all unowned cached blocks; returns how many."""
-        count = len(self._cached)
-        for block in self._cached:
-            self._forget(block)
-            self._free.append(block)
-        self._cached.clear()
-        return count
-
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -15,13 +16,18 @@ from zipage.compression.job import CompressionJob
 
 RunJob = Callable[[CompressionJob], None]
 
+#: Seconds between two looks at whether the worker thread is still there.
+_LIVENESS_INTERVAL = 1.0
+#: Longest wait for a compression in flight when an executor is dropped or the program ends.
+_JOIN_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class CompressionOutcome:
     """A compression that ended; `error` is what it raised, if it failed."""
 
     request_id: str
-    error: Exception | None
+    error: BaseException | None
 
 
 class CompressionExecutor(ABC):
@@ -29,7 +35,7 @@ class CompressionExecutor(ABC):
 
     @abstractmethod
     def submit(self, job: CompressionJob) -> None:
-        """Start a compression."""
+        """Start a compression. If this raises an `Exception`, it was not started."""
 
     @abstractmethod
     def poll(self) -> list[CompressionOutcome]:
@@ -79,25 +85,31 @@ class SyncExecutor(CompressionExecutor):
         """There is nothing to wait for."""
 
 
+_Todo = queue.SimpleQueue[tuple[RunJob, CompressionJob] | None]
+_Done = queue.SimpleQueue[CompressionOutcome]
+
+
 class ThreadExecutor(CompressionExecutor):
-    """Runs compressions one by one on a worker thread, beside decoding (CPU)."""
+    """Runs compressions one by one on a worker thread, beside decoding (CPU).
+
+    The thread ends with `shutdown`, when the executor is garbage-collected, and when the program
+    ends: an idle thread holds no reference to the executor or the engine.
+    """
 
     def __init__(self, run: RunJob) -> None:
         self._run = run
-        self._todo: queue.SimpleQueue[CompressionJob | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[CompressionOutcome] = queue.SimpleQueue()
+        self._todo: _Todo = queue.SimpleQueue()
+        self._done: _Done = queue.SimpleQueue()
         self._in_flight = 0
-        self._thread = threading.Thread(target=self._work, name="zipage-compression", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(self._todo, self._done), name="zipage-compression", daemon=True
+        )
         self._thread.start()
-
-    def _work(self) -> None:
-        with torch.inference_mode():
-            while (job := self._todo.get()) is not None:
-                self._done.put(_run(self._run, job))
+        weakref.finalize(self, _dismiss, self._todo, self._thread)
 
     def submit(self, job: CompressionJob) -> None:
+        self._todo.put((self._run, job))
         self._in_flight += 1
-        self._todo.put(job)
 
     def poll(self) -> list[CompressionOutcome]:
         done = []
@@ -109,13 +121,38 @@ class ThreadExecutor(CompressionExecutor):
     def wait(self) -> list[CompressionOutcome]:
         if not self._in_flight:
             return []
-        first = self._done.get()
+        while True:
+            try:
+                first = self._done.get(timeout=_LIVENESS_INTERVAL)
+                break
+            except queue.Empty:
+                if not self._thread.is_alive() and self._done.empty():
+                    raise RuntimeError("the compression thread ended") from None
         self._in_flight -= 1
         return [first, *self.poll()]
 
     def shutdown(self) -> None:
         self._todo.put(None)
         self._thread.join()
+
+
+def _work(todo: _Todo, done: _Done) -> None:
+    with torch.inference_mode():
+        while (item := todo.get()) is not None:
+            run, job = item
+            try:
+                outcome = _run(run, job)
+            except BaseException as error:  # nobody else is there to be told
+                outcome = CompressionOutcome(job.request_id, error)
+            done.put(outcome)
+            del item, run, outcome
+
+
+def _dismiss(todo: _Todo, thread: threading.Thread) -> None:
+    todo.put(None)
+    # Torch must not be torn down under a compression that runs.
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
 
 
 class StreamExecutor(CompressionExecutor):
@@ -129,11 +166,11 @@ class StreamExecutor(CompressionExecutor):
 
     def submit(self, job: CompressionJob) -> None:
         current = torch.cuda.current_stream(self._stream.device)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # The keys and queries the compression reads were written on the current stream.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             outcome = _run(self._run, job)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         if outcome.error is not None:
             # What it enqueued before it failed still writes to blocks that are released now.

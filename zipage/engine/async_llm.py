@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+#: Longest wait for a step that runs when an `AsyncLLM` is dropped or the program ends.
+_JOIN_SECONDS = 10.0
 
 
 @dataclass
@@ -36,10 +40,11 @@ class _Listener:
 
 
 class AsyncLLM:
-    """The engine for asyncio programs. Methods may be called from any event loop.
+    """The engine for asyncio programs. Methods may be called from any event loop and thread.
 
     Only the engine thread touches the engine: submissions and aborts are commands to it, carried
-    out between two steps.
+    out between two steps. The thread ends with `shutdown`, when the `AsyncLLM` is
+    garbage-collected, or when the program ends.
 
     Args:
         model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
@@ -49,15 +54,14 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         self.engine = LLMEngine(self.config)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, _Listener] = {}
-        self._stats = self.engine.stats()
-        self._error: BaseException | None = None
+        # Neither the thread nor a command refers to this object, so that it can be collected.
+        self._loop = _EngineLoop(self.engine)
         self._stopped = False
         #: Orders submissions before the stop command, so that none is left unanswered.
         self._submission = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name="zipage-engine", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run, name="zipage-engine", daemon=True)
         self._thread.start()
+        weakref.finalize(self, _dismiss, self._loop, self._thread)
 
     async def generate(
         self,
@@ -79,27 +83,28 @@ class AsyncLLM:
         params = sampling_params or SamplingParams(temperature=0.0)
         name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        loop = self._loop
         accepted = False
 
         def submit() -> None:
             try:
-                self.engine.add_request(prompt, params, name, priority, stream=True, salt=salt)
+                loop.engine.add_request(prompt, params, name, priority, stream=True, salt=salt)
             except Exception as error:
                 listener.put(error)
                 return
             nonlocal accepted
             accepted = True
-            self._listeners[name] = listener
+            loop.listeners[name] = listener
 
         def withdraw() -> None:
-            if accepted and self._listeners.get(name) is listener:
-                del self._listeners[name]
-                self.engine.abort(name)
+            if accepted and loop.listeners.get(name) is listener:
+                del loop.listeners[name]
+                loop.engine.abort(name)
 
         with self._submission:
             if not self.is_running:
-                raise EngineDeadError("the engine is not running") from self._error
-            self._commands.put(submit)
+                raise EngineDeadError("the engine is not running") from loop.error
+            loop.commands.put(submit)
         finished = False
         try:
             while not finished:
@@ -111,26 +116,28 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                self._commands.put(withdraw)
+                loop.commands.put(withdraw)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iteration ends with finish reason ``abort``."""
 
-        def command() -> None:
-            output = self.engine.abort(request_id)
-            if output is not None:
-                self._deliver(output)
+        loop = self._loop
 
-        self._commands.put(command)
+        def command() -> None:
+            output = loop.engine.abort(request_id)
+            if output is not None:
+                loop.deliver(output)
+
+        loop.commands.put(command)
 
     def stats(self) -> EngineStats:
         """Counters and gauges as of the last step."""
-        return self._stats
+        return self._loop.stats
 
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
-        return not self._stopped and self._error is None
+        return not self._stopped and self._loop.error is None
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
@@ -142,58 +149,94 @@ class AsyncLLM:
             first = not self._stopped
             self._stopped = True
         if first:
-            self._commands.put(None)
-            self._thread.join()
+            self._loop.commands.put(None)
+        self._thread.join()
 
-    # ------------------------------------------------------------------ the engine's thread
 
-    def _work(self) -> None:
+class _EngineLoop:
+    """What the engine's thread does: carry out commands, run steps, deliver outputs.
+
+    Attributes:
+        engine: touched by this thread only.
+        commands: called in order between two steps; None is the last one.
+        listeners: by request id.
+        stats: as of the last step or command.
+        error: what stopped the engine before its time.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.listeners: dict[str, _Listener] = {}
+        self.stats = engine.stats()
+        self.error: BaseException | None = None
+        self._told_to_stop = False
+
+    def run(self) -> None:
+        """Work until told to stop."""
         try:
             while self._carry_out():
                 if self.engine.has_unfinished:
                     for output in self.engine.step():
-                        self._deliver(output)
-                self._stats = self.engine.stats()
-            for request_id in list(self._listeners):
+                        self.deliver(output)
+                self.stats = self.engine.stats()
+            for request_id in list(self.listeners):
                 last = self.engine.abort(request_id)
                 if last is not None:
-                    self._deliver(last)
+                    self.deliver(last)
         except BaseException as error:
             logger.critical("the engine thread ended", exc_info=error)
-            self._error = error
+            self.error = error
             self.engine.kill(error)
             # Reporting may be what failed: whoever gets no last output is told below.
             with contextlib.suppress(Exception):
-                for output in self.engine.fail_all(error):
-                    self._deliver(output)
+                for output in self.engine.fail_all(error.__cause__ or error):
+                    self.deliver(output)
             dead = EngineDeadError(f"the engine stopped: {error}")
-            for listener in self._listeners.values():
+            for listener in self.listeners.values():
                 listener.put(dead)
+            self.listeners.clear()
             self._refuse_commands()
         finally:
-            with contextlib.suppress(Exception):
+            try:
                 self.engine.shutdown()
+            except Exception:
+                logger.exception("the engine could not be shut down cleanly")
 
     def _carry_out(self) -> bool:
         """Carry out all commands, waiting for one when idle; False to stop."""
         while True:
             try:
-                command = self._commands.get(block=not self.engine.has_unfinished)
+                command = self.commands.get(block=not self.engine.has_unfinished)
             except queue.Empty:
                 return True
             if command is None:
+                self._told_to_stop = True
                 return False
             command()
-            self._stats = self.engine.stats()
+            del command  # it refers to a caller's event loop
+            self.stats = self.engine.stats()
 
     def _refuse_commands(self) -> None:
         """After a failure: every later submission is refused by the dead engine."""
-        while (command := self._commands.get()) is not None:
-            command()
+        while not self._told_to_stop:
+            command = self.commands.get()
+            self._told_to_stop = command is None
+            if command is not None:
+                with contextlib.suppress(Exception):
+                    command()
 
-    def _deliver(self, output: RequestOutput) -> None:
-        listener = self._listeners.get(output.request_id)
+    def deliver(self, output: RequestOutput) -> None:
+        """Hand an output to whoever waits for it."""
+        listener = self.listeners.get(output.request_id)
         if listener is not None:
             if output.finished:
-                del self._listeners[output.request_id]
+                del self.listeners[output.request_id]
             listener.put(output)
+
+
+def _dismiss(loop: _EngineLoop, thread: threading.Thread) -> None:
+    loop.commands.put(None)
+    # Torch must not be torn down under a step that runs.
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)

@@ -11,7 +11,20 @@ from zipage.compression.executor import CompressionOutcome, make_executor
 from zipage.compression.job import CompressionJob
 from zipage.config import EngineConfig
 from zipage.engine.request import Request
-from zipage.engine.scheduler import Scheduler, SchedulerConfig, StepPlan, SwapMove
+from zipage.engine.scheduler import (
+    ScheduledTokens,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+    SwapMove,
+)
+from zipage.engine.split import halve_requests, halve_tokens, largest
+from zipage.execution.faults import (
+    is_beyond_repair,
+    is_out_of_memory,
+    release_memory,
+    without_frames,
+)
 from zipage.execution.model_runner import ModelRunner
 from zipage.execution.sampler import SamplerOutput
 from zipage.outputs import FinishReason, Logprob
@@ -108,6 +121,8 @@ class EngineCore:
         self._asynchronous = asynchronous
         self._executor = make_executor(self._compress, asynchronous, self.runner.device)
         self._stats = EngineStats()
+        #: What the running step did so far; an interrupted one leaves it to the next.
+        self._updates: list[TokenUpdate] = []
 
     def add(self, request: Request) -> None:
         """Queue a request whose `payload` is a `SequenceState`. See `Scheduler.add`."""
@@ -127,20 +142,21 @@ class EngineCore:
     def step(self) -> list[TokenUpdate]:
         """One engine step; returns what became of the requests it touched.
 
-        A failure of a compression or of the forward pass ends the requests it touched with
+        A failure of a compression, a swap or the forward pass ends the requests it touched with
         finish reason ``error``; the others are not disturbed.
         """
         started = time.perf_counter()
-        updates: list[TokenUpdate] = []
+        updates = self._updates
         self._collect(self._executor.poll(), updates)
         jobs = self.scheduler.plan_compressions()
         self._swap(self.runner.swap_out, self.scheduler.take_swap_outs(), updates)
         try:
             while jobs:
-                self._executor.submit(jobs.pop(0))
+                self._submit(jobs.pop(0), updates)
         finally:
             for job in jobs:  # only after an interruption
-                self.scheduler.fail_compression(job.request_id)
+                cause = RuntimeError("it was interrupted")
+                self._collect([CompressionOutcome(job.request_id, cause)], updates)
         if not self._asynchronous:
             self._collect(self._executor.poll(), updates)
         plan = self.scheduler.schedule()
@@ -154,6 +170,7 @@ class EngineCore:
             self._collect(self._executor.wait(), updates)
         stats = self._stats
         stats.step_seconds += time.perf_counter() - started
+        self._updates = []
         return updates
 
     def _swap(
@@ -163,6 +180,8 @@ class EngineCore:
         updates: list[TokenUpdate],
     ) -> None:
         for move in moves:
+            if move.request.request_id not in self.scheduler.requests:
+                continue  # failed on its way out
             try:
                 copy(move)
             except Exception as error:
@@ -170,6 +189,12 @@ class EngineCore:
                 self.scheduler.finish(move.request)
                 self.runner.swap.drop(move.request.request_id)
                 updates.append(_failed(move.request, error, "swap"))
+
+    def _submit(self, job: CompressionJob, updates: list[TokenUpdate]) -> None:
+        try:
+            self._executor.submit(job)
+        except Exception as error:
+            self._collect([CompressionOutcome(job.request_id, error)], updates)
 
     def _compress(self, job: CompressionJob) -> None:
         started = time.perf_counter()
@@ -189,19 +214,65 @@ class EngineCore:
                 updates.append(_failed(request, outcome.error, "compression"))
 
     def _execute(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
+        """Run the step; after an exception once more in parts, to find whom it touches.
+
+        A step writes nothing but the new slots of its requests, which nobody reads before their
+        lengths are updated, so that any part of it can be computed again. After an exception
+        each half of the requests is tried, down to the one that fails alone and ends. Out of
+        memory, the part is halved once by tokens; where that is not enough its largest request
+        ends, and the rest starts over.
+        """
+        computed = failures = 0
+        owned = self.scheduler.pool.num_owned
+        todo = [(plan.scheduled, False)]
+        live = self.scheduler.requests
+        while todo:
+            part, halved = todo.pop()
+            part = [item for item in part if item.request.request_id in live]
+            if not part:
+                continue
+            error = self._compute(part, updates, first_try=not failures)
+            if error is None:
+                computed += len(part)
+                continue
+            failures += 1
+            short = is_out_of_memory(error)
+            if not short and len(part) > 1:
+                todo += [(half, False) for half in reversed(halve_requests(part))]
+            elif short and not halved and sum(item.num_tokens for item in part) > 1:
+                todo += [(half, True) for half in reversed(halve_tokens(part))]
+            else:
+                victim = largest(part).request
+                logger.error("request %s failed in a model step: %r", victim.request_id, error)
+                self.scheduler.finish(victim)
+                updates.append(_failed(victim, error, "model step"))
+                todo.append((part, False))
+        if computed:
+            self._stats.steps += 1
+            self._stats.running_sum += computed
+            self._stats.blocks_owned_sum += owned
+
+    def _compute(
+        self, part: list[ScheduledTokens], updates: list[TokenUpdate], first_try: bool
+    ) -> BaseException | None:
+        """Run requests of a step; returns why that failed, without having changed anything."""
+        plan = StepPlan(part)
         try:
             output = self.runner.execute(plan)
-        except Exception as error:
-            logger.exception("a model step failed")
-            for item in plan.scheduled:
-                self.scheduler.finish(item.request)
-                updates.append(_failed(item.request, error, "model step"))
-            return
-        self.scheduler.update(plan)
-        self._stats.steps += 1
-        self._stats.running_sum += len(plan.scheduled)
-        self._stats.blocks_owned_sum += self.scheduler.pool.num_owned
-        self._append(plan, output, updates)
+        except BaseException as error:
+            for item in part:  # the failure may have come after some of them were drawn
+                item.request.payload.sampling.num_sampled = item.request.num_output_tokens
+            if not isinstance(error, Exception) or is_beyond_repair(error):
+                raise
+            if first_try:
+                logger.exception("a step of %d requests failed and is tried in parts", len(part))
+            failure = without_frames(error)
+        else:
+            self.scheduler.update(plan)
+            self._append(plan, output, updates)
+            return None
+        release_memory(self.runner.device)
+        return failure
 
     def _append(self, plan: StepPlan, output: SamplerOutput, updates: list[TokenUpdate]) -> None:
         now = time.perf_counter()
@@ -289,14 +360,21 @@ class EngineCore:
             "host copies without a swapped request"
         )
 
-    def shutdown(self) -> None:
-        """Abort everything and release the compression thread."""
-        for request_id in list(self.scheduler.requests):
-            self.scheduler.abort(request_id)
-        self._executor.shutdown()
-        self._collect(self._executor.poll(), [])
+    def shutdown(self, failed: bool = False) -> None:
+        """Abort everything and release the compression thread.
+
+        Args:
+            failed: a step raised, so that the bookkeeping may be broken and is left alone.
+        """
+        try:
+            for request_id in [] if failed else list(self.scheduler.requests):
+                self.scheduler.abort(request_id)
+        finally:
+            self._executor.shutdown()
+        if not failed:
+            self._collect(self._executor.poll(), [])
 
 
-def _failed(request: Request, error: Exception, where: str) -> TokenUpdate:
+def _failed(request: Request, error: BaseException, where: str) -> TokenUpdate:
     cause = f"{where} failed: {type(error).__name__}: {error}"
     return TokenUpdate(request, finish_reason="error", error=cause)

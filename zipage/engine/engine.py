@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import numbers
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from zipage.config import EngineConfig
 from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
@@ -104,13 +108,17 @@ class LLMEngine:
             EngineDeadError: the engine has failed.
         """
         self._check_alive()
+        if not isinstance(salt, str) or not _is_unicode(salt):
+            raise RequestError(f"salt={salt!r} must be a string of valid Unicode")
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r} must be a string or None")
         if request_id is None:
             request_id = next(
                 name for i in self._ids if (name := f"request-{i}") not in self._groups
             )
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is already in use")
-        if isinstance(priority, bool) or not isinstance(priority, int):
+        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise RequestError(f"priority={priority!r} must be an integer")
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -123,14 +131,17 @@ class LLMEngine:
         max_tokens = self._resolve_max_tokens(params, len(token_ids), max_blocks)
         group = _Group(request_id, text, token_ids, params, stream)
         for index in range(params.n):
-            request = self._make_request(group, index, max_tokens, max_blocks, priority, salt)
-            try:
+            group.requests.append(
+                self._make_request(group, index, max_tokens, max_blocks, int(priority), salt)
+            )
+        try:
+            for request in group.requests:
                 self.core.add(request)
-            except RequestError:
-                for added in group.requests:
-                    self.core.abort(added.request_id)
-                raise
-            group.requests.append(request)
+        except BaseException:
+            with self._stopping_on_failure():
+                for request in group.requests:
+                    self.core.abort(request.request_id)
+            raise
         group.unfinished = params.n
         self._groups[request_id] = group
         return request_id
@@ -147,17 +158,24 @@ class LLMEngine:
                 )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids", text)
+            if "prompt_token_ids" in prompt:
+                if isinstance(ids, str):
+                    raise RequestError(f"prompt_token_ids={ids!r} must be a list of token ids")
+                if text is not None and not isinstance(text, str):
+                    raise RequestError(f"prompt={text!r} must be text")
         if isinstance(ids, str):
             text = ids
             ids = encode_prompt(self.tokenizer, text)
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, bytes):
             raise RequestError(f"prompt must be text or token ids, got {type(ids).__name__}")
         token_ids = list(ids)
         if not token_ids:
             raise RequestError("prompt is empty: at least one token is needed")
+        if set(map(type, token_ids)) != {int}:
+            token_ids = [_token_id(token) for token in token_ids]
         for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"prompt_token_ids holds {token!r}, which is not an integer")
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"prompt_token_ids holds {token}: the vocabulary has ids 0 to "
@@ -284,12 +302,25 @@ class LLMEngine:
                 `fail_all` for the outputs of the requests it held.
         """
         self._check_alive()
+        with self._stopping_on_failure():
+            outputs = self._publish(self.core.step())
+            if self._groups and not self.core.has_unfinished:
+                raise RuntimeError(f"requests {sorted(self._groups)} were lost")
+        return outputs
+
+    @contextlib.contextmanager
+    def _stopping_on_failure(self) -> Iterator[None]:
+        """What goes wrong here may have left the bookkeeping broken: nothing may go on."""
         try:
-            updates = self.core.step()
+            yield
         except Exception as error:
+            if self._dead is not None:
+                raise
             logger.critical("the engine stopped", exc_info=error)
             self.kill(error)
-            raise EngineDeadError(f"the engine stopped: {error}") from error
+            raise EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}") from error
+
+    def _publish(self, updates: list[TokenUpdate]) -> list[RequestOutput]:
         touched: dict[str, _Group] = {}
         for update in updates:
             answer: SequenceState = update.request.payload
@@ -366,11 +397,16 @@ class LLMEngine:
         group.unfinished -= 1
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment; returns its last output, None if it is not live."""
+        """End a request at any moment; returns its last output, None if it is not live.
+
+        Raises:
+            EngineDeadError: the engine failed over it, see `step`.
+        """
         group = self._groups.get(request_id)
         if group is None:
             return None
-        return self._end_group(group, "abort", None)
+        with self._stopping_on_failure():
+            return self._end_group(group, "abort", None)
 
     def kill(self, error: BaseException) -> None:
         """Refuse everything from now on, because of `error`."""
@@ -380,7 +416,13 @@ class LLMEngine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End every live request with `error`; returns their last outputs."""
         cause = f"{type(error).__name__}: {error}"
-        return [self._end_group(group, "error", cause) for group in list(self._groups.values())]
+        outputs = []
+        for group in list(self._groups.values()):
+            try:
+                outputs.append(self._end_group(group, "error", cause))
+            except Exception:  # what broke the engine may be what reports its end
+                logger.exception("no last output can be made for request %s", group.request_id)
+        return outputs
 
     def _end_group(self, group: _Group, reason: FinishReason, error: str | None) -> RequestOutput:
         for request in group.requests:
@@ -393,14 +435,17 @@ class LLMEngine:
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise EngineDeadError(f"the engine stopped: {self._dead}") from self._dead
+            cause = self._dead
+            name = "" if isinstance(cause, EngineDeadError) else f"{type(cause).__name__}: "
+            raise EngineDeadError(f"the engine stopped: {name}{cause}") from cause
 
     def shutdown(self) -> None:
         """Abort everything and release threads."""
-        if self._dead is None:
+        failed = self._dead is not None
+        if not failed:
             self._dead = EngineDeadError("it was shut down")
-            self._groups.clear()
-        self.core.shutdown()
+        self._groups.clear()
+        self.core.shutdown(failed)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the core."""
@@ -441,6 +486,17 @@ class LLMEngine:
             error=errors[0] if errors else None,
             prompt_logprobs=group.prompt_logprobs if read else None,
         )
+
+
+def _token_id(token: Any) -> int:
+    """An integer of any library as a plain one."""
+    if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+        raise RequestError(f"prompt_token_ids holds {token!r}, which is not an integer")
+    return int(token)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _metrics(request: Request) -> RequestMetrics:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
 
-from zipage.cache.kv_cache import KVCacheSpec
+from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.config import EngineConfig, host_memory_available, parse_bytes
 from zipage.errors import ConfigError
+from zipage.execution.faults import is_out_of_memory
 
 #: Without any other word, the pool takes this share of the host's available memory, at most 4 GiB.
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30
@@ -45,6 +47,30 @@ def plan_pool(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> KV
             f"kv_budget, block_size or num_query_slots"
         )
     return replace(spec, num_blocks=blocks)
+
+
+def make_pool(spec: KVCacheSpec) -> KVCache:
+    """Allocate the pool.
+
+    Raises:
+        ConfigError: it is larger than the device's memory.
+    """
+    size = spec.num_blocks * block_bytes(spec) + spec.num_query_slots * spec.query_slot_bytes
+    fault = ConfigError(
+        f"a KV pool of {spec.num_blocks} blocks and {spec.num_query_slots} query slots takes "
+        f"{size:,} bytes, more than {spec.device} has: lower num_kv_blocks, kv_cache_memory or "
+        "num_query_slots"
+    )
+    # Host memory is only taken when it is written, so that the allocation alone tells nothing.
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if spec.device.type == "cpu" and size > physical:
+        raise fault
+    try:
+        return KVCache(spec)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise fault from error
 
 
 def _pool_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:

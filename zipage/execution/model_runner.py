@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from zipage.attention.backend import StepInputs, make_backend
-from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.kv_cache import KVCacheSpec
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.policies import make_policy
@@ -20,7 +20,7 @@ from zipage.engine.request import Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
 from zipage.execution.logprobs import PromptRows, prompt_logprobs
-from zipage.execution.memory import plan_pool
+from zipage.execution.memory import make_pool, plan_pool
 from zipage.execution.sampler import Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
 from zipage.models.config import load_model_config
@@ -95,7 +95,7 @@ class ModelRunner:
             window=config.resolved_window if config.compresses else 0,
             num_query_slots=config.resolved_query_slots,
         )
-        self.cache = KVCache(plan_pool(config, spec, self.max_model_len))
+        self.cache = make_pool(plan_pool(config, spec, self.max_model_len))
         scale = mc.head_dim**-0.5
         self.backend = make_backend(
             config.attention_backend, self.cache, scale, config.max_num_seqs

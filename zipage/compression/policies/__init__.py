@@ -16,10 +16,7 @@ from zipage.compression.policies.streaming import StreamingPolicy
 from zipage.compression.policies.zipage import ZipagePaperPolicy, ZipagePolicy
 from zipage.errors import ConfigError
 
-__all__ = ["FULL", "Policy", "PolicyScores", "default_window", "make_policy", "policy_names"]
-
-FULL = "full"
-"""The policy name that means no compression; there is no `Policy` behind it."""
+__all__ = ["Policy", "PolicyScores", "default_window", "make_policy", "policy_names"]
 
 _POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
@@ -37,7 +34,7 @@ _POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_names() -> tuple[str, ...]:
-    """Names `make_policy` knows; `FULL` is not among them."""
+    """Names `make_policy` knows."""
     return tuple(_POLICIES)
 
 

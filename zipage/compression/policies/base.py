@@ -62,7 +62,7 @@ Kernel = Annotated[
 def _legal(annotation: Any) -> Legal:
     if get_origin(annotation) is Literal:
         values = get_args(annotation)
-        return Legal(lambda x: x in values, " or ".join(map(repr, values)))
+        return Legal(lambda x: isinstance(x, str) and x in values, " or ".join(map(repr, values)))
     legal: Legal = annotation.__metadata__[0]
     return legal
 

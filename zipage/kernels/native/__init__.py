@@ -93,10 +93,13 @@ def load() -> ctypes.CDLL:
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".tmp")
         os.close(handle)
         command = [compiler, *_FLAGS, *map(str, sources), "-o", str(partial), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise NativeUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        os.replace(partial, library)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise NativeUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            os.replace(partial, library)
+        finally:
+            Path(partial).unlink(missing_ok=True)  # of a failed or interrupted build
         logger.info("built native kernels: %s", library)
     return ctypes.CDLL(str(library))
 

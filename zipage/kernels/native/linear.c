@@ -81,7 +81,6 @@ typedef struct {
     const float *bias;   /* [width] or NULL */
     float *y;            /* [rows, width] */
     int64_t depth, width;
-    int add; /* whether y's old values are added to */
 } product_t;
 
 /* Rows [first, last) of one panel's columns. */
@@ -95,8 +94,8 @@ static void multiply_panel(const product_t *p, int64_t panel, int64_t first, int
             const int64_t rows = last - row < TALL ? last - row : TALL;
             const float *x = p->x + row * p->depth + k;
             float *y = p->y + row * p->width + n;
-            const float *start = k || p->add ? y : p->bias ? p->bias + n : NULL;
-            const int64_t start_stride = k || p->add ? p->width : 0;
+            const float *start = k ? y : p->bias ? p->bias + n : NULL;
+            const int64_t start_stride = k ? p->width : 0;
             if (columns >= PANEL) {
                 multiply_rows(x, p->depth, weights, depth, start, start_stride, y, p->width, rows);
                 continue;
@@ -125,12 +124,12 @@ void zp_linear_pack(const float *weight, int64_t width, int64_t depth, float *pa
                     = n + c < width ? weight[(n + c) * depth + k] : 0.0f;
 }
 
-/* y := x W^T (+ bias), or y := y + x W^T if `add` (bias is then ignored).
+/* y := x W^T (+ bias).
  *
  * x: [rows, depth]; y: [rows, width]; both contiguous, not overlapping. */
 void zp_linear(const float *x, int64_t rows, int64_t depth, const float *packed, int64_t width,
-               const float *bias, int add, float *y, int threads) {
-    const product_t product = {x, packed, bias, y, depth, width, add};
+               const float *bias, float *y, int threads) {
+    const product_t product = {x, packed, bias, y, depth, width};
     const int team = rows * depth * width < SMALL ? 1 : threads;
     const int64_t panels = ceil_div(width, PANEL);
     int64_t share = MOST_ROWS;

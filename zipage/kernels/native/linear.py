@@ -40,7 +40,7 @@ class PackedLinear:
         self._multiply = library.zp_linear
         self._multiply.argtypes = (
             *(pointer, size, size, pointer, size, pointer),
-            *(ctypes.c_int, pointer, ctypes.c_int),
+            *(pointer, ctypes.c_int),
         )
         self._multiply.restype = None
         self.out_features, self.in_features = weight.shape
@@ -78,7 +78,6 @@ class PackedLinear:
             self._packed_pointer,
             self.out_features,
             self._bias_pointer,
-            False,
             y.data_ptr(),
             torch.get_num_threads(),
         )
