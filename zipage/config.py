@@ -86,6 +86,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens of one step.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         admission: ``bounded`` (start a request when its worst case fits) or ``optimistic``.
+        async_scheduling: schedule a step while the one before it runs; tokens are reported one step
+            later. None for yes on CUDA, no on CPU.
         attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
         enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
     """
@@ -116,6 +118,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     admission: str = "bounded"
+    async_scheduling: bool | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
 
@@ -164,10 +167,11 @@ class EngineConfig:
             "bounded_prefill",
             "enable_prefix_caching",
             "async_compression",
+            "async_scheduling",
             "enforce_eager",
         ):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "async_compression" and value is None):
+            if not isinstance(value, bool) and not (name.startswith("async") and value is None):
                 raise ConfigError(f"{name}={shown(value)} must be True or False")
         share = self.memory_utilization
         if share is not None and (not _is_real(share) or not 0 < share <= 1):
@@ -246,6 +250,12 @@ class EngineConfig:
         if self.async_compression is None:
             return device_type == "cuda"
         return self.async_compression
+
+    def schedules_ahead(self, device_type: str) -> bool:
+        """Whether steps are scheduled while the ones before them run on such a device."""
+        if self.async_scheduling is None:
+            return device_type == "cuda"
+        return self.async_scheduling
 
     def max_blocks_of(self, kv_budget: int | None) -> int | None:
         """N_max of a budget."""

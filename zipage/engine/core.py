@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from zipage.compression.executor import CompressionOutcome, make_executor
 from zipage.compression.job import CompressionJob
 from zipage.config import EngineConfig
-from zipage.engine.request import Request
+from zipage.engine.request import PENDING_TOKEN, Request, RequestStatus
 from zipage.engine.scheduler import (
     ScheduledTokens,
     Scheduler,
@@ -26,7 +26,7 @@ from zipage.execution.faults import (
     without_frames,
 )
 from zipage.execution.model_runner import ModelRunner
-from zipage.execution.sampler import SamplerOutput
+from zipage.execution.sampler import LaunchedSample, SamplerOutput
 from zipage.outputs import FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
@@ -96,8 +96,29 @@ class EngineStats:
         return self.running_sum / self.steps if self.steps else 0.0
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that runs on the device; its tokens are `PENDING_TOKEN` in the requests.
+
+    Attributes:
+        sample: where its tokens come from.
+        requests: request, row of the sample, and whether the token is its last one by length.
+        rows: request id to the request's row when it was launched.
+    """
+
+    sample: LaunchedSample
+    requests: list[tuple[Request, int, bool]]
+    rows: dict[str, int]
+
+
 class EngineCore:
     """Generates tokens for requests under Compressed PagedAttention.
+
+    With `async_scheduling` a step is planned and queued while the one before it still runs: the
+    tokens of that one stay on the device, where the next step finds them, and are read on the host
+    one step later. A request that ends by length leaves at once, one that ends by its text is
+    computed once more than needed, and the surplus token is dropped. Blocks given back while a
+    step still uses them are safe: whoever gets them writes later in the device's order.
 
     Not thread-safe: one thread calls all methods.
     """
@@ -120,6 +141,8 @@ class EngineCore:
         asynchronous = config.compresses_beside(self.runner.device.type)
         self._asynchronous = asynchronous
         self._executor = make_executor(self._compress, asynchronous, self.runner.device)
+        self._ahead = config.schedules_ahead(self.runner.device.type)
+        self._in_flight: _InFlight | None = None
         self._stats = EngineStats()
         #: What the running step did so far; an interrupted one leaves it to the next.
         self._updates: list[TokenUpdate] = []
@@ -130,12 +153,15 @@ class EngineCore:
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now; None if it is unknown or has ended."""
+        if self._in_flight is not None:
+            waiting = self._in_flight.requests
+            waiting[:] = [entry for entry in waiting if entry[0].request_id != request_id]
         return self.scheduler.abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._in_flight and self._in_flight.requests)
 
     # ------------------------------------------------------------------ the step
 
@@ -162,12 +188,16 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._swap(self.runner.swap_out, plan.swap_outs, updates)
         self._swap(self.runner.swap_in, plan.swap_ins, updates)
-        live = self.scheduler.requests  # a failed swap ends its request
-        plan.scheduled = [item for item in plan.scheduled if item.request.request_id in live]
-        if plan.scheduled:
-            self._execute(plan, updates)
-        elif self.scheduler.jobs:
-            self._collect(self._executor.wait(), updates)
+        self._drop_ended(plan)  # by a failed swap
+        if plan.scheduled and self._ahead and self._can_launch(plan):
+            self._launch(plan, updates)
+        else:
+            settled = self._settle(updates)
+            self._drop_ended(plan)
+            if plan.scheduled:
+                self._execute(plan, updates)
+            elif self.scheduler.jobs and not settled:
+                self._collect(self._executor.wait(), updates)
         stats = self._stats
         stats.step_seconds += time.perf_counter() - started
         self._updates = []
@@ -213,6 +243,86 @@ class EngineCore:
             if not request.aborted:
                 updates.append(_failed(request, outcome.error, "compression"))
 
+    def _drop_ended(self, plan: StepPlan) -> None:
+        live = self.scheduler.requests
+        plan.scheduled = [item for item in plan.scheduled if item.request.request_id in live]
+
+    # ------------------------------------------------------------------ running ahead
+
+    def _can_launch(self, plan: StepPlan) -> bool:
+        """Whether nothing of the step needs a token that is still on the device."""
+        flight = self._in_flight
+        for item in plan.scheduled:
+            request = item.request
+            if request.token_ids[-1] == PENDING_TOKEN and (
+                item.num_tokens > 1
+                or flight is None
+                or flight.rows.get(request.request_id) != request.row
+            ):
+                return False
+        return self.runner.can_launch(plan.scheduled)
+
+    def _launch(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
+        """Queue the step, then read the tokens of the one before it."""
+        sampling = [item.request for item in plan.scheduled if item.samples]
+        try:
+            sample = self.runner.launch(plan)
+        except BaseException as error:
+            _forget_draws(plan.scheduled)
+            if not isinstance(error, Exception) or is_beyond_repair(error):
+                raise
+            # Nothing was changed yet: once more, with the tokens known and able to be cut.
+            logger.warning("a step of %d requests could not be queued: %r", len(sampling), error)
+            self._settle(updates)
+            self._drop_ended(plan)
+            if plan.scheduled:
+                self._execute(plan, updates)
+            return
+        owned = self.scheduler.pool.num_owned
+        rows = {request.request_id: request.row for request in sampling}
+        self._settle(updates)
+        self._drop_ended(plan)
+        self.scheduler.update(plan)
+        self._count_step(len(plan.scheduled), owned)
+        live = self.scheduler.requests
+        for item in plan.scheduled:
+            self._count_prefill(item)
+        pending = []
+        for row, request in enumerate(sampling):
+            if request.request_id not in live:
+                continue
+            request.token_ids.append(PENDING_TOKEN)
+            last = request.num_output_tokens >= request.max_tokens
+            if last:
+                self.scheduler.finish(request)
+            pending.append((request, row, last))
+        self._in_flight = _InFlight(sample, pending, rows)
+
+    def _settle(self, updates: list[TokenUpdate]) -> bool:
+        """Read the tokens of the step in flight; returns whether there was one."""
+        flight = self._in_flight
+        if flight is None:
+            return False
+        output = flight.sample.wait()
+        self._in_flight = None
+        now = time.perf_counter()
+        for request, row, last in flight.requests:
+            if request.status is RequestStatus.FINISHED and not last:
+                continue  # aborted meanwhile
+            update = TokenUpdate(request, error=output.errors.get(row))
+            if update.error is None:
+                request.token_ids.pop()
+                self._append_token(update, output, row, now)
+            else:
+                update.finish_reason = "error"
+            if update.finish_reason is not None and not last:
+                # Not `finish`: its compression may have started.
+                self.scheduler.abort(request.request_id)
+            updates.append(update)
+        return True
+
+    # ------------------------------------------------------------------ step by step
+
     def _execute(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
         """Run the step; after an exception once more in parts, to find whom it touches.
 
@@ -248,9 +358,7 @@ class EngineCore:
                 updates.append(_failed(victim, error, "model step"))
                 todo.append((part, False))
         if computed:
-            self._stats.steps += 1
-            self._stats.running_sum += computed
-            self._stats.blocks_owned_sum += owned
+            self._count_step(computed, owned)
 
     def _compute(
         self, part: list[ScheduledTokens], updates: list[TokenUpdate], first_try: bool
@@ -260,8 +368,7 @@ class EngineCore:
         try:
             output = self.runner.execute(plan)
         except BaseException as error:
-            for item in part:  # the failure may have come after some of them were drawn
-                item.request.payload.sampling.num_sampled = item.request.num_output_tokens
+            _forget_draws(part)
             if not isinstance(error, Exception) or is_beyond_repair(error):
                 raise
             if first_try:
@@ -280,8 +387,7 @@ class EngineCore:
         row = 0
         for item in plan.scheduled:
             request = item.request
-            if item.num_tokens > 1 or not item.samples or not request.num_output_tokens:
-                self._stats.prefill_tokens += item.num_tokens
+            self._count_prefill(item)
             update = TokenUpdate(request)
             read = prompts.get(request.request_id) if prompts else None
             if read is not None:
@@ -300,6 +406,15 @@ class EngineCore:
                 self.scheduler.finish(request)
             if update.token_ids or update.prompt_logprobs or update.finish_reason:
                 updates.append(update)
+
+    def _count_step(self, computed: int, owned: int) -> None:
+        self._stats.steps += 1
+        self._stats.running_sum += computed
+        self._stats.blocks_owned_sum += owned
+
+    def _count_prefill(self, item: ScheduledTokens) -> None:
+        if item.num_tokens > 1 or not item.samples or not item.request.num_output_tokens:
+            self._stats.prefill_tokens += item.num_tokens
 
     def _append_token(
         self, update: TokenUpdate, output: SamplerOutput, row: int, now: float
@@ -370,9 +485,16 @@ class EngineCore:
             for request_id in [] if failed else list(self.scheduler.requests):
                 self.scheduler.abort(request_id)
         finally:
+            self._in_flight = None
             self._executor.shutdown()
         if not failed:
             self._collect(self._executor.poll(), [])
+
+
+def _forget_draws(part: Iterable[ScheduledTokens]) -> None:
+    """Take back the draws of a step that failed, whether or not it had come to them."""
+    for item in part:
+        item.request.payload.sampling.num_sampled = item.request.num_output_tokens
 
 
 def _failed(request: Request, error: BaseException, where: str) -> TokenUpdate:

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Stands in `Request.token_ids` for a token that was sampled on the device and not read yet.
+PENDING_TOKEN = -1
+
 
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
@@ -35,7 +38,7 @@ class Request:
         next_prompt_logits: first prompt position whose logits the layer above has yet to read; the
             tokens from it on are computed even where the prefix cache holds them. None: no more.
         payload: whatever the layer above attaches; the scheduler does not look at it.
-        token_ids: prompt and generated tokens.
+        token_ids: prompt and generated tokens; the last one may be `PENDING_TOKEN`.
         num_computed: text tokens whose keys and values were written (some may be evicted since).
         length: valid cache slots; equal to `num_computed` until the first compression.
     """

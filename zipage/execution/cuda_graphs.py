@@ -11,6 +11,7 @@ import torch
 
 from zipage.attention.backend import StepInputs
 from zipage.attention.triton_backend import TritonBackend
+from zipage.engine.request import PENDING_TOKEN
 from zipage.kernels.triton.decode_attention import DecodeUnits
 from zipage.models.decoder import Decoder
 
@@ -66,7 +67,8 @@ class DecodeGraphs:
     Args:
         model: the decoder.
         backend: attention over its cache.
-        max_sequences: most sequences of a step.
+        last_tokens: ``[max_sequences]`` int64 on the device, the token sampled last for the
+            sequence of each row of the block tables; stands in for a `PENDING_TOKEN`.
         table_width: columns of the block tables.
 
     Attributes:
@@ -79,11 +81,13 @@ class DecodeGraphs:
         self,
         model: Decoder,
         backend: TritonBackend,
-        max_sequences: int,
+        last_tokens: torch.Tensor,
         table_width: int,
     ) -> None:
         self._model = model
         self._backend = backend
+        self._last_tokens = last_tokens
+        max_sequences = len(last_tokens)
         device = model.device
         self.sizes = graph_batch_sizes(max_sequences)
         units = backend.decode.max_units
@@ -127,7 +131,7 @@ class DecodeGraphs:
         inputs = self._device_inputs
         query_start = torch.arange(size + 1, dtype=torch.int32, device=self._model.device)
         step = StepInputs(
-            input_ids=inputs.input_ids[:size],
+            input_ids=torch.zeros(size, dtype=torch.int64, device=self._model.device),
             positions=inputs.positions[:size],
             slot_mapping=inputs.slot_mapping[:size],
             capture=inputs.capture[:size],
@@ -150,6 +154,9 @@ class DecodeGraphs:
     def _forward(self, step: StepInputs) -> torch.Tensor:
         rows = self._device_inputs.rows[: step.num_tokens]
         torch.index_select(self.block_tables, 0, rows, out=step.block_tables)
+        given = self._device_inputs.input_ids[: step.num_tokens]
+        last = self._last_tokens.index_select(0, rows)
+        torch.where(given == PENDING_TOKEN, last, given, out=step.input_ids)
         return self._model.compute_logits(self._model(step, self._backend))
 
     def run(self, batch: DecodeBatch) -> torch.Tensor:

@@ -16,12 +16,12 @@ from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.policies import make_policy
 from zipage.config import EngineConfig
-from zipage.engine.request import Request
+from zipage.engine.request import PENDING_TOKEN, Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
 from zipage.execution.logprobs import PromptRows, prompt_logprobs
 from zipage.execution.memory import make_pool, plan_pool
-from zipage.execution.sampler import Sampler, SamplerOutput
+from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
 from zipage.models.config import load_model_config
 from zipage.models.loader import load_model, resolve_model_path
@@ -126,6 +126,9 @@ class ModelRunner:
         self._row_owner: list[Request | None] = [None] * config.max_num_seqs
         self._row_version = [-1] * config.max_num_seqs
         self._row_blocks = [0] * config.max_num_seqs
+        self._ahead = config.schedules_ahead(self.device.type)
+        # The token that was sampled last for the request of each row.
+        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._capture_graphs(width)
         # Changes of block tables that the copy on the device lacks.
         self._stale_cells: list[int] = []
@@ -148,7 +151,7 @@ class ModelRunner:
 
         if not isinstance(self.backend, TritonBackend):
             return None
-        graphs = DecodeGraphs(self.model, self.backend, self.config.max_num_seqs, table_width)
+        graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, table_width)
         graphs.capture()
         logger.info(
             "captured %d CUDA graphs in %.1f s, %d MiB",
@@ -174,28 +177,55 @@ class ModelRunner:
         parts = _prompt_rows(plan.scheduled)
         single = not parts and all(item.num_tokens == 1 for item in plan.scheduled)
         if self.graphs is not None and single:
-            output = self._decode(plan.scheduled, self.graphs)
+            output = self._sample(plan.scheduled, self._decode(plan.scheduled, self.graphs))
         else:
             step = self._build(plan.scheduled)
             hidden = self.model(step, self.backend)
             read = prompt_logprobs(
                 parts, hidden, self.model.compute_logits, self.model_config.vocab_size
             )
-            output = self._sample(plan.scheduled, step, hidden)
+            rows = self._sampled_rows(plan.scheduled, step, hidden)
+            output = self._sample(plan.scheduled, self.model.compute_logits(rows))
             output.prompt_logprobs = read
         self.forward_seconds += time.perf_counter() - started
         return output
 
-    def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> SamplerOutput:
-        """Run a captured graph; every item has one token."""
-        logits = graphs.run(self._decode_batch(scheduled, graphs))
+    def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
+        """Whether `launch` can run these: nothing of them must be known on the host at once."""
         states = [item.request.payload.sampling for item in scheduled if item.samples]
-        if not states:
-            return SamplerOutput(token_ids=[], logprobs=[], errors={})
-        if len(states) != len(scheduled):
-            picked = [i for i, item in enumerate(scheduled) if item.samples]
-            logits = logits[torch.tensor(picked, device=logits.device)]
-        return self.sampler.sample(logits, states)
+        return self.sampler.can_launch(states, self.model_config.vocab_size) and not any(
+            item.request.next_prompt_logits is not None for item in scheduled
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedSample:
+        """Queue the work of a plan on the device; its tokens are read when it is done.
+
+        A request whose last known token is `PENDING_TOKEN` takes the one that the launch before
+        this one sampled for it.
+        """
+        started = time.perf_counter()
+        scheduled = plan.scheduled
+        if self.graphs is not None and all(item.num_tokens == 1 for item in scheduled):
+            logits = self._decode(scheduled, self.graphs)
+        else:
+            step = self._build(scheduled)
+            hidden = self.model(step, self.backend)
+            logits = self.model.compute_logits(self._sampled_rows(scheduled, step, hidden))
+        sampling = [item.request for item in scheduled if item.samples]
+        launched = self.sampler.launch(logits, [r.payload.sampling for r in sampling])
+        rows = self._tensor(np.array([r.row for r in sampling], dtype=np.int64))
+        self._last_tokens.index_copy_(0, rows, launched.token_ids)
+        self.forward_seconds += time.perf_counter() - started
+        return launched
+
+    def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> torch.Tensor:
+        """Run a captured graph; every item has one token. Logits of the items that sample."""
+        logits = graphs.run(self._decode_batch(scheduled, graphs))
+        picked = [i for i, item in enumerate(scheduled) if item.samples]
+        if len(picked) != len(scheduled):
+            logits = logits[self._tensor(np.array(picked, dtype=np.int64))]
+        return logits
 
     def _decode_batch(
         self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs
@@ -219,21 +249,23 @@ class ModelRunner:
         slots = self._tables[rows, lengths // b].astype(np.int64) * b + lengths % b
         return DecodeBatch(ids, positions, slots, capture, cache_lens, rows)
 
-    def _sample(
-        self, scheduled: Sequence[ScheduledTokens], step: StepInputs, hidden: torch.Tensor
-    ) -> SamplerOutput:
+    def _sample(self, scheduled: Sequence[ScheduledTokens], logits: torch.Tensor) -> SamplerOutput:
         states = [item.request.payload.sampling for item in scheduled if item.samples]
         if not states:
             return SamplerOutput(token_ids=[], logprobs=[], errors={})
-        if len(states) == step.num_tokens:
-            rows = hidden[: step.num_tokens]
-        else:
-            last = step.query_start[1:].long() - 1
-            if len(states) != len(scheduled):
-                picked = [i for i, item in enumerate(scheduled) if item.samples]
-                last = last[torch.tensor(picked, device=last.device)]
-            rows = hidden[last]
-        return self.sampler.sample(self.model.compute_logits(rows), states)
+        return self.sampler.sample(logits, states)
+
+    def _sampled_rows(
+        self, scheduled: Sequence[ScheduledTokens], step: StepInputs, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states of the last token of each item that samples."""
+        picked = [i for i, item in enumerate(scheduled) if item.samples]
+        if len(picked) == step.num_tokens:
+            return hidden[: step.num_tokens]
+        last = step.query_start[1:].long() - 1
+        if len(picked) != len(scheduled):
+            last = last[self._tensor(np.array(picked, dtype=np.int64))]
+        return hidden[last]
 
     def _build(self, scheduled: Sequence[ScheduledTokens]) -> StepInputs:
         """Batch tensors of a step. Per-token work is vectorised; Python only visits requests."""
@@ -274,8 +306,13 @@ class ModelRunner:
         mapping = self._tables[row_of, slots // b].astype(np.int64) * b + slots % b
         capture = np.where(slots >= window_of, capture_of + slots - window_of, -1)
         tables = self._tables[rows, : -(-longest // b)]
+        host_ids = np.asarray(token_ids, dtype=np.int64)
+        input_ids = self._tensor(host_ids, padded, 0)
+        if self._ahead and (host_ids == PENDING_TOKEN).any():
+            known = self._last_tokens[self._tensor(row_of.astype(np.int64), padded, 0)]
+            input_ids = torch.where(input_ids == PENDING_TOKEN, known, input_ids)
         return StepInputs(
-            input_ids=self._tensor(np.asarray(token_ids, dtype=np.int64), padded, 0),
+            input_ids=input_ids,
             positions=self._tensor(positions, padded, 0),
             slot_mapping=self._tensor(mapping, padded, -1),
             capture=self._tensor(capture, padded, -1),
@@ -296,7 +333,9 @@ class ModelRunner:
                 (values, np.full(padded - len(values), fill, dtype=values.dtype))
             )
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _sync_row(self, request: Request) -> None:
         """Bring the request's row of the block tables up to date."""

@@ -121,6 +121,34 @@ class SamplerOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
+class LaunchedSample:
+    """Tokens chosen on the device, on their way to the host.
+
+    Attributes:
+        token_ids: ``[R]`` int64 on the device.
+    """
+
+    def __init__(self, token_ids: torch.Tensor, peaks: torch.Tensor) -> None:
+        self.token_ids = token_ids
+        self._event: torch.cuda.Event | None = None
+        # Exact: fp64 holds every token id.
+        packed = torch.stack((token_ids.double(), peaks.double()))
+        if token_ids.device.type == "cuda":
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = packed
+
+    def wait(self) -> SamplerOutput:
+        """What was chosen, once the device has got there."""
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids, peaks = self._host.tolist()
+        return _checked([int(token) for token in token_ids], peaks, [None] * len(token_ids))
+
+
 class Sampler:
     """Samples batches.
 
@@ -172,6 +200,57 @@ class Sampler:
         for state in states:
             state.num_sampled += 1
         return _checked(token_ids, peaks, logprobs)
+
+    @staticmethod
+    def can_launch(states: Sequence[SamplingState], vocab_size: int) -> bool:
+        """Whether `launch` can sample these: no edits, no log-probabilities, no cut draws."""
+        return all(
+            state.plain
+            or (
+                not state.edits
+                and state.params.logprobs is None
+                and (state.greedy or not _is_filtered(state.params, vocab_size))
+            )
+            for state in states
+        )
+
+    @torch.inference_mode()
+    def launch(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> LaunchedSample:
+        """Like `sample` where `can_launch`, without waiting for the device.
+
+        Args:
+            logits: ``[R, V]`` float32; not changed.
+            states: one a row.
+        """
+        peaks, token_ids = logits.max(dim=-1)
+        rows = [row for row, state in enumerate(states) if not state.greedy]
+        if rows:
+            table = torch.tensor(
+                [
+                    [1.0 / states[row].params.temperature for row in rows],
+                    [states[row].uniform(self._generator) for row in rows],
+                ],
+                dtype=torch.float64,
+            )
+            inverse_temperatures, uniforms = self._to_device(table)
+            if len(rows) == len(states):
+                token_ids = draw(logits, peaks, inverse_temperatures.float(), uniforms)
+            else:
+                index = self._to_device(torch.tensor(rows))
+                token_ids[index] = draw(
+                    logits[index], peaks[index], inverse_temperatures.float(), uniforms
+                )
+            # Unusable logits are reported later; until then the token must be one.
+            token_ids = token_ids.clamp(0, logits.shape[1] - 1)
+        launched = LaunchedSample(token_ids, peaks)
+        for state in states:
+            state.num_sampled += 1
+        return launched
+
+    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self._device, non_blocking=True)
 
     def _choose(
         self, logits: torch.Tensor, rows: list[int], states: list[SamplingState]
