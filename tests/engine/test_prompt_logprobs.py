@@ -119,13 +119,14 @@ def test_logprobs_are_not_shifted_by_preemptions(caching: bool, prompts: list[li
         assert [next(iter(entry)) for entry in answer.logprobs] == answer.token_ids
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("every", [1, 2, 3])
 def test_preemption_in_mid_prefill(
-    every: int, prompts: list[list[int]], alone: list[RequestOutput]
+    every: int, caching: bool, prompts: list[list[int]], alone: list[RequestOutput]
 ) -> None:
     """Positions that were read before the preemption are neither lost nor read twice."""
     expected = alone[3]
-    with make_llm(max_num_batched_tokens=23) as llm:
+    with make_llm(max_num_batched_tokens=23, enable_prefix_caching=caching) as llm:
         engine, core = llm.engine, llm.engine.core
         engine.add_request(prompts[3], wanted(60, logprobs=1), "one")
         result, steps, preempted = None, 0, 0
@@ -283,6 +284,51 @@ def test_shapes(top: int, prompts: list[list[int]]) -> None:
         assert ranks == list(range(1, top + 1))
         assert len(entry) == top + (entry[token].rank > top)
         assert sum(math.exp(item.logprob) for item in entry.values()) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("cause", [MemoryError, RuntimeError])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_tried_again_loses_and_repeats_nothing(
+    cause: type[Exception], after: bool, prompts: list[list[int]]
+) -> None:
+    """Also if it failed when everything had been computed and drawn."""
+    params = [
+        SamplingParams(
+            temperature=20.0, seed=i, max_tokens=30, ignore_eos=True, logprobs=1, prompt_logprobs=1
+        )
+        for i in range(4)
+    ]
+    with make_llm(max_num_batched_tokens=60) as llm:
+        expected = [llm.generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
+    with make_llm(max_num_batched_tokens=60) as llm:
+        runner = llm.engine.core.runner
+        inner, calls, failures = runner.execute, 0, 0
+
+        def execute(plan: Any) -> Any:
+            nonlocal calls, failures
+            calls += 1
+            fails = calls % 3 == 0 and plan.num_tokens > 1
+            if fails and not after:
+                failures += 1
+                raise cause("on purpose")
+            output = inner(plan)
+            if fails:
+                failures += 1
+                raise cause("on purpose")
+            return output
+
+        runner.execute = execute  # type: ignore[method-assign]
+        outputs = llm.generate(prompts, params)
+        assert failures > 10
+        assert_empty(llm)
+    whole = 0
+    for output, other in zip(outputs, expected, strict=True):
+        if output.error is None:
+            whole += 1
+            assert_same(output, other)
+        else:
+            assert "on purpose" in output.error
+    assert whole >= 3
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
