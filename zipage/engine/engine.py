@@ -314,8 +314,6 @@ class LLMEngine:
         try:
             yield
         except Exception as error:
-            if self._dead is not None:
-                raise
             logger.critical("the engine stopped", exc_info=error)
             self.kill(error)
             raise EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}") from error
@@ -397,13 +395,14 @@ class LLMEngine:
         group.unfinished -= 1
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment; returns its last output, None if it is not live.
+        """End a request at any moment; returns its last output, None if it is not live or the
+        engine has failed (see `fail_all`).
 
         Raises:
             EngineDeadError: the engine failed over it, see `step`.
         """
         group = self._groups.get(request_id)
-        if group is None:
+        if group is None or self._dead is not None:
             return None
         with self._stopping_on_failure():
             return self._end_group(group, "abort", None)
