@@ -172,11 +172,8 @@ def test_failed_decoding_of_a_logprob_fails_its_request_only(
         assert_empty(llm)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_any_exception_in_the_compression_thread_is_told(asynchronous: bool) -> None:
+def test_any_exception_in_the_compression_thread_is_told() -> None:
     """Not even SystemExit ends the thread unnoticed, which would leave its request waiting."""
-    if not asynchronous:
-        pytest.skip("without a thread it is the caller's")
     with make_llm(async_compression=True) as llm:
         runner = llm.engine.core.runner
         inner = runner.compress
