@@ -40,12 +40,14 @@ def test_failed_step_fails_its_requests_and_the_engine_goes_on() -> None:
     with make_llm(max_num_seqs=2) as llm:
         prompts = [prompt_ids(llm, 2, seed=i) for i in range(4)]
         runner = llm.engine.core.runner
-        inner, calls = runner.execute, 0
+        inner, calls, lost = runner.execute, 0, set()
 
         def execute(plan):  # type: ignore[no-untyped-def]
             nonlocal calls
             calls += 1
             if calls == 5:
+                lost.update(item.request.request_id for item in plan.scheduled)
+            if any(item.request.request_id in lost for item in plan.scheduled):
                 raise RuntimeError("device lost a page")
             return inner(plan)
 
@@ -168,6 +170,136 @@ def test_failed_decoding_of_a_logprob_fails_its_request_only(
         assert bad.error == "detokeniser failed: ValueError: no such token"
         assert len(tokens_of(good)) == 5
         assert_empty(llm)
+
+
+def test_any_exception_in_the_compression_thread_is_told() -> None:
+    """Not even SystemExit ends the thread unnoticed, which would leave its request waiting."""
+    with make_llm(async_compression=True) as llm:
+        runner = llm.engine.core.runner
+        inner = runner.compress
+
+        def compress(job) -> None:  # type: ignore[no-untyped-def]
+            if job.request_id.startswith("request-0#"):
+                raise SystemExit("a library gave up")
+            inner(job)
+
+        runner.compress = compress  # type: ignore[method-assign]
+        prompt = prompt_ids(llm, 2, seed=1)
+        bad, good = llm.generate([prompt, prompt], greedy(40))
+        assert bad.error == "compression failed: SystemExit: a library gave up"
+        assert len(tokens_of(good)) == 40 and good.metrics.compressions > 0
+        assert_empty(llm)
+
+
+def test_lost_compression_thread_stops_the_engine() -> None:
+    with make_llm(async_compression=True) as llm:
+        executor = llm.engine.core._executor
+        executor._todo.put(None)
+        executor._thread.join()
+        with pytest.raises(EngineDeadError, match="the compression thread ended"):
+            llm.generate([prompt_ids(llm, 2, seed=1)], greedy(60))
+
+
+def test_failed_submission_of_a_compression_fails_its_request_only() -> None:
+    with make_llm() as llm:
+        executor = llm.engine.core._executor
+        inner = executor.submit
+
+        def submit(job) -> None:  # type: ignore[no-untyped-def]
+            if job.request_id.startswith("request-0#"):
+                raise RuntimeError("can't start new thread")
+            inner(job)
+
+        executor.submit = submit  # type: ignore[method-assign]
+        prompt = prompt_ids(llm, 2, seed=1)
+        bad, good = llm.generate([prompt, prompt], greedy(40))
+        assert bad.error == "compression failed: RuntimeError: can't start new thread"
+        assert len(tokens_of(good)) == 40
+        assert_empty(llm)
+
+
+def test_failed_step_callback_ends_its_call_only() -> None:
+    with make_llm() as llm:
+        prompts = [prompt_ids(llm, 2, seed=i) for i in range(2)]
+        other = llm.stream([prompts[0]], greedy(30))
+        next(other)
+        steps = 0
+
+        def on_step(stats) -> None:  # type: ignore[no-untyped-def]
+            nonlocal steps
+            steps += 1
+            if steps == 5:
+                raise LookupError("no such gauge")
+
+        with pytest.raises(LookupError, match="no such gauge"):
+            llm.generate([prompts[1]], greedy(30), on_step=on_step)
+        *_, last = other
+        assert tokens_of(last) == run_alone(prompts[:1], [greedy(30)])[0]
+        assert_empty(llm)
+
+
+def test_failure_while_reporting_stops_the_engine_for_all() -> None:
+    """Half of the step's outputs are lost then: nobody may wait for them."""
+    with make_llm() as llm:
+        prompt = prompt_ids(llm, 2, seed=1)
+        streams = [llm.stream([prompt], greedy(30)) for _ in range(2)]
+        next(streams[0])
+        report = llm.engine._report
+
+        def failing(group):  # type: ignore[no-untyped-def]
+            if len(group.requests[0].payload.output_token_ids) > 5:
+                raise RuntimeError("no report")
+            return report(group)
+
+        llm.engine._report = failing  # type: ignore[method-assign]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="no report"):
+                list(stream)
+
+
+def test_failed_start_of_the_second_answer_queues_nothing(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from zipage.engine import engine as module
+
+    made = 0
+    start = module.IncrementalDetokenizer
+
+    def second_fails(*args):  # type: ignore[no-untyped-def]
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise ValueError("no decoder")
+        return start(*args)
+
+    monkeypatch.setattr(module, "IncrementalDetokenizer", second_fails)
+    with make_llm() as llm:
+        with pytest.raises(ValueError, match="no decoder"):
+            llm.generate([[5, 6, 7]], greedy(5, n=3, stop=["x"]))
+        assert_empty(llm)
+        assert len(tokens_of(llm.generate([[5, 6, 7]], greedy(5))[0])) == 5
+
+
+def test_failure_while_stopping_does_not_hang_shutdown() -> None:
+    async def scenario() -> None:
+        llm = AsyncLLM(device="cpu", block_size=16, kv_budget=64, num_kv_blocks=100)
+
+        async def ask() -> None:
+            async for _ in llm.generate([5, 6, 7], SamplingParams(max_tokens=4000)):
+                started.set()
+
+        started = asyncio.Event()
+        task = asyncio.create_task(ask())
+        await asyncio.wait_for(started.wait(), 30)
+
+        def abort(request_id):  # type: ignore[no-untyped-def]
+            raise RuntimeError("no abort")
+
+        llm.engine.abort = abort  # type: ignore[method-assign]
+        await asyncio.wait_for(asyncio.to_thread(llm.shutdown), 30)
+        with pytest.raises((EngineDeadError, AssertionError)):
+            await asyncio.wait_for(task, 30)
+            assert False, "it ended as if nothing had happened"  # noqa: B011
+
+    asyncio.run(scenario())
 
 
 def test_failure_outside_the_step_reaches_every_caller() -> None:

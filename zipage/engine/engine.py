@@ -18,7 +18,7 @@ from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
 from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final, token_text
 from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
-from zipage.errors import ConfigError, EngineDeadError, RequestError
+from zipage.errors import ConfigError, EngineDeadError, RequestError, shown
 from zipage.execution.sampler import SamplingState
 from zipage.outputs import (
     CompletionOutput,
@@ -109,17 +109,17 @@ class LLMEngine:
         """
         self._check_alive()
         if not isinstance(salt, str) or not _is_unicode(salt):
-            raise RequestError(f"salt={salt!r} must be a string of valid Unicode")
+            raise RequestError(f"salt={shown(salt)} must be a string of valid Unicode")
         if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id={request_id!r} must be a string or None")
+            raise RequestError(f"request_id={shown(request_id)} must be a string or None")
         if request_id is None:
             request_id = next(
                 name for i in self._ids if (name := f"request-{i}") not in self._groups
             )
         if request_id in self._groups:
-            raise RequestError(f"request_id {request_id!r} is already in use")
+            raise RequestError(f"request_id {shown(request_id)} is already in use")
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
-            raise RequestError(f"priority={priority!r} must be an integer")
+            raise RequestError(f"priority={shown(priority)} must be an integer")
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}"
@@ -153,16 +153,16 @@ class LLMEngine:
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
                 raise RequestError(
-                    f"prompt has keys {sorted(map(str, prompt))}: legal are 'prompt' (text) and "
+                    f"prompt has keys {shown(list(prompt))}: legal are 'prompt' (text) and "
                     "'prompt_token_ids'"
                 )
             text = prompt.get("prompt")
             ids = prompt.get("prompt_token_ids", text)
             if "prompt_token_ids" in prompt:
                 if isinstance(ids, str):
-                    raise RequestError(f"prompt_token_ids={ids!r} must be a list of token ids")
+                    raise RequestError(f"prompt_token_ids={shown(ids)} must be a list of token ids")
                 if text is not None and not isinstance(text, str):
-                    raise RequestError(f"prompt={text!r} must be text")
+                    raise RequestError(f"prompt={shown(text)} must be text")
         if isinstance(ids, str):
             text = ids
             ids = encode_prompt(self.tokenizer, text)
@@ -178,7 +178,7 @@ class LLMEngine:
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"prompt_token_ids holds {token}: the vocabulary has ids 0 to "
+                    f"prompt_token_ids holds {shown(token)}: the vocabulary has ids 0 to "
                     f"{self.vocab_size - 1}"
                 )
         if len(token_ids) >= self.max_model_len:
@@ -314,8 +314,6 @@ class LLMEngine:
         try:
             yield
         except Exception as error:
-            if self._dead is not None:
-                raise
             logger.critical("the engine stopped", exc_info=error)
             self.kill(error)
             raise EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}") from error
@@ -397,13 +395,14 @@ class LLMEngine:
         group.unfinished -= 1
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment; returns its last output, None if it is not live.
+        """End a request at any moment; returns its last output, None if it is not live or the
+        engine has failed (see `fail_all`).
 
         Raises:
             EngineDeadError: the engine failed over it, see `step`.
         """
         group = self._groups.get(request_id)
-        if group is None:
+        if group is None or self._dead is not None:
             return None
         with self._stopping_on_failure():
             return self._end_group(group, "abort", None)
@@ -491,7 +490,7 @@ class LLMEngine:
 def _token_id(token: Any) -> int:
     """An integer of any library as a plain one."""
     if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-        raise RequestError(f"prompt_token_ids holds {token!r}, which is not an integer")
+        raise RequestError(f"prompt_token_ids holds {shown(token)}, which is not an integer")
     return int(token)
 
 
