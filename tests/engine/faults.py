@@ -14,6 +14,7 @@ import torch
 import zipage.engine.engine as engine_module
 from zipage.engine.detokenizer import IncrementalDetokenizer
 from zipage.engine.engine import LLMEngine
+from zipage.execution.sampler import LaunchedSample
 
 Owner = Callable[[LLMEngine], Any]
 
@@ -48,6 +49,9 @@ SEAMS = (
     Seam("logits", lambda e: e.core.runner.model, "compute_logits"),
     Seam("sampler", lambda e: e.core.runner.sampler, "sample", weight=3),
     Seam("sampler's end", lambda e: e.core.runner.sampler, "sample", weight=3, after=True),
+    Seam("sampler ahead", lambda e: e.core.runner.sampler, "launch", weight=3),
+    Seam("ahead, at its end", lambda e: e.core.runner.sampler, "launch", weight=3, after=True),
+    Seam("reading tokens", lambda e: LaunchedSample, "wait", contained=False),
     Seam("compression", lambda e: e.core.runner, "compress", weight=3),
     Seam("compression kernel", lambda e: e.core.runner.compressor, "run", weight=2),
     Seam("kernel's end", lambda e: e.core.runner.compressor, "run", weight=4, after=True),

@@ -34,6 +34,9 @@ def alone(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[i
 VARIANTS = {
     "batched": {},
     "async": {"async_compression": True},
+    "ahead": {"async_scheduling": True},
+    "ahead, async": {"async_scheduling": True, "async_compression": True, "num_query_slots": 1},
+    "ahead, tight": {"async_scheduling": True, "num_kv_blocks": 24, "admission": "optimistic"},
     "stable compaction": {"compaction": "stable", "num_kv_blocks": 40},
     "tight pool": {"num_kv_blocks": 24},
     "tight pool, optimistic": {"num_kv_blocks": 24, "admission": "optimistic"},

@@ -127,6 +127,7 @@ class Run:
             num_query_slots=rng.choice((1, 2, 8)),
             admission=rng.choice(("optimistic", "optimistic", "bounded")),
             async_compression=rng.random() < 0.5,
+            async_scheduling=rng.random() < 0.5,
             enable_prefix_caching=rng.random() < 0.7,
         )
         self.injector: Injector = random_injector(rng, caller_seams)

@@ -52,7 +52,7 @@ def test_random_schedule_equals_solo_runs(group: int, catalogue: list[list[int]]
                 rng.randrange(len(catalogue)),
                 rng.choice([1, 5, 30, 70]),
                 rng.random() < 0.25,
-                rng.choice(["greedy", "greedy", "seeded", "prompt logprobs"]),
+                rng.choice(["greedy", "greedy", "drawn", "seeded", "prompt logprobs"]),
             )
             for _ in range(count)
         ]
@@ -71,6 +71,7 @@ def test_random_schedule_equals_solo_runs(group: int, catalogue: list[list[int]]
             admission=rng.choice(["bounded", "optimistic"]),
             enable_prefix_caching=rng.random() < 0.7,
             async_compression=rng.random() < 0.5,
+            async_scheduling=rng.random() < 0.5,
         )
         with make_llm(**options) as llm:
             finished = _drive(llm, rng, catalogue, picks)
@@ -88,6 +89,14 @@ def _params(pick: Pick) -> SamplingParams:
     compression = "off" if off else None
     if kind == "greedy":
         return greedy(length, compression=compression)
+    if kind == "drawn":
+        return SamplingParams(
+            temperature=2.0,
+            seed=prompt,
+            max_tokens=length,
+            ignore_eos=True,
+            compression=compression,
+        )
     return SamplingParams(
         temperature=20.0,
         top_p=0.9,
