@@ -225,6 +225,13 @@ def test_when_the_engine_dies_the_answers_so_far_are_kept(
         (["hello", "--file", "x.txt"], None, "not both"),
         (["--file", "no-such-file.txt"], None, "can't be read"),
         ([], "", "no prompt"),
+        (["hello", "--kv-buget", "64"], None, "kv-buget"),
+        (["hello", "--policy-option", "lamda=1"], None, "no option 'lamda'; legal are"),
+        (["hello", "--max-tokens", "0"], None, "max_tokens=0"),
+        (["hello", "--temperature", "nan"], None, "temperature=nan"),
+        (["hello", "--top-p", "0"], None, "top_p=0"),
+        (["hello", "--block-size", "24"], None, "multiple of 16"),
+        (["hello", "--model", "no/such/model/here"], None, "no/such/model/here"),
         (["hello", "--output", "no-such-folder/out.jsonl"], None, "can't be written"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import zipage.engine.engine as engine_module
+import zipage.execution.model_runner as runner_module
 from zipage.engine.detokenizer import IncrementalDetokenizer
 from zipage.engine.engine import LLMEngine
 from zipage.execution.sampler import LaunchedSample
@@ -47,6 +48,7 @@ SEAMS = (
     Seam("model forward", lambda e: e.core.runner.model, "forward", weight=3),
     Seam("attention", lambda e: e.core.runner.backend, "attend"),
     Seam("logits", lambda e: e.core.runner.model, "compute_logits"),
+    Seam("prompt logprobs", lambda e: runner_module, "prompt_logprobs"),
     Seam("sampler", lambda e: e.core.runner.sampler, "sample", weight=3),
     Seam("sampler's end", lambda e: e.core.runner.sampler, "sample", weight=3, after=True),
     Seam("sampler ahead", lambda e: e.core.runner.sampler, "launch", weight=3),

@@ -65,7 +65,7 @@ class Ask(NamedTuple):
         if self.full:
             options["compression"] = "off"
         if self.extras:
-            options |= {"stop": ["never to be seen"], "logprobs": 1}
+            options |= {"stop": ["never to be seen"], "logprobs": 1, "prompt_logprobs": 1}
         return SamplingParams(max_tokens=length or self.length, ignore_eos=True, **options)
 
 
@@ -178,6 +178,9 @@ class Run:
             assert answer.token_ids == expected[: len(answer.token_ids)], "other tokens than alone"
             if answer.finish_reason == "length":
                 assert answer.token_ids == expected and outcome.error is None
+                if ask.extras:
+                    assert outcome.prompt_logprobs is not None
+                    assert len(outcome.prompt_logprobs) == len(outcome.prompt_token_ids)
                 assert answer.text == self.solo.tokenizer.decode(
                     expected, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )

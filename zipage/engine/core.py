@@ -265,14 +265,8 @@ class EngineCore:
     def _launch(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
         """Queue the step, then read the tokens of the one before it."""
         sampling = [item.request for item in plan.scheduled if item.samples]
-        try:
-            sample = self.runner.launch(plan)
-        except BaseException as error:
-            _forget_draws(plan.scheduled)
-            if not isinstance(error, Exception) or is_beyond_repair(error):
-                raise
-            # Nothing was changed yet: once more, with the tokens known and able to be cut.
-            logger.warning("a step of %d requests could not be queued: %r", len(sampling), error)
+        sample = self._try_launch(plan)
+        if sample is None:
             self._settle(updates)
             self._drop_ended(plan)
             if plan.scheduled:
@@ -297,6 +291,21 @@ class EngineCore:
                 self.scheduler.finish(request)
             pending.append((request, row, last))
         self._in_flight = _InFlight(sample, pending, rows)
+
+    def _try_launch(self, plan: StepPlan) -> LaunchedSample | None:
+        """Queue the step; None if that failed, without having changed anything: it is then run
+        again with all tokens known, so that it can be cut."""
+        try:
+            return self.runner.launch(plan)
+        except BaseException as error:
+            _forget_draws(plan.scheduled)
+            if not isinstance(error, Exception) or is_beyond_repair(error):
+                raise
+            message = "a step of %d requests could not be queued: %r"
+            logger.warning(message, len(plan.scheduled), error)
+        # Here nothing refers to the error, whose frames keep the step's tensors.
+        release_memory(self.runner.device)
+        return None
 
     def _settle(self, updates: list[TokenUpdate]) -> bool:
         """Read the tokens of the step in flight; returns whether there was one."""
@@ -358,7 +367,8 @@ class EngineCore:
                 updates.append(_failed(victim, error, "model step"))
                 todo.append((part, False))
         if computed:
-            self._count_step(computed, owned)
+            # A request whose chunk was cut was computed twice.
+            self._count_step(min(computed, len(plan.scheduled)), owned)
 
     def _compute(
         self, part: list[ScheduledTokens], updates: list[TokenUpdate], first_try: bool
@@ -372,7 +382,9 @@ class EngineCore:
             if not isinstance(error, Exception) or is_beyond_repair(error):
                 raise
             if first_try:
-                logger.exception("a step of %d requests failed and is tried in parts", len(part))
+                message = "a step of %d requests failed and is tried in parts: %s"
+                trace = not is_out_of_memory(error)
+                logger.warning(message, len(part), error, exc_info=trace)
             failure = without_frames(error)
         else:
             self.scheduler.update(plan)

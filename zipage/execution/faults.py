@@ -36,10 +36,10 @@ def is_beyond_repair(error: BaseException) -> bool:
 
 def without_frames(error: BaseException) -> BaseException:
     """The error, and those it was raised from, without tracebacks: they keep tensors alive."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
+    link: BaseException | None = error
+    while link is not None and link.__traceback__ is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
     return error
 
 
