@@ -22,6 +22,7 @@ _MIN_PART = 256
 # Longest cache whose order keys one program holds in registers during the selection.
 _ONE_TILE = 4096
 _PLAN_TILE = 1024
+_MOVE_TILE = 64
 
 
 def _power_of_two(n: int) -> int:
@@ -233,28 +234,42 @@ class TritonKernels:
             stable: keep slot order instead of filling holes.
         """
         cache = self._cache
+        blocks = cache.spec.num_blocks
         bits = scores.contiguous().view(torch.int32)
-        plan = self._empty(self._pairs, job.keep, dtype=torch.int32)
-        movers = self._empty(self._pairs, job.length - job.keep, dtype=torch.int32)
-        table = self._table(job)
+        stored = None if stored is None else stored.contiguous()
+        replaced = sum(map(int.__ne__, job.source_blocks, job.target_blocks))
+        most_movers = job.keep if stable else min(job.length - job.keep, job.keep)
+        pairs = most_movers + (0 if stable else replaced * cache.spec.block_size)
+        sources, targets = self._empty(2, self._pairs, pairs, dtype=torch.int32)
+        counts = self._empty(self._pairs, 2, dtype=torch.int32)
+        tensors = (
+            cache.scores if stored is None else stored,
+            cache.scores,
+            cache.positions,
+            self._table(job),
+            sources,
+            targets,
+            counts,
+        )
         first_position = job.num_tokens - job.length
-        tile = 64
-        tiles = _ceil_div(job.keep, tile)
+        num_source = len(job.source_blocks)
+        tiles = _ceil_div(pairs, _MOVE_TILE)
         with self._on_device():
             compaction.select_and_plan[(self._pairs,)](
                 bits,
-                cache.positions,
-                table,
-                plan,
-                movers,
-                cache.spec.num_blocks,
+                *tensors,
+                blocks,
                 job.length,
                 job.keep,
                 job.num_scored,
                 first_position,
                 protect_below,
+                num_source,
                 _ceil_div(job.length, _ONE_TILE),
                 _ceil_div(job.length, _PLAN_TILE),
+                most_movers,
+                pairs,
+                HAS_STORED=stored is not None,
                 PROTECT=protect_below > 0,
                 STABLE=stable,
                 ONE_TILE=job.length <= _ONE_TILE,
@@ -266,22 +281,17 @@ class TritonKernels:
             )
             compaction.move_survivors[(1 if stable else tiles, 2, self._pairs)](
                 cache.kv,
-                cache.scores,
-                cache.positions,
-                table,
-                plan if stored is None else stored.contiguous(),
-                plan,
-                movers,
-                cache.spec.num_blocks,
+                *tensors,
+                blocks,
                 job.length,
-                job.keep,
                 job.num_scored,
                 first_position,
-                len(job.source_blocks),
+                num_source,
+                most_movers,
+                pairs,
                 tiles if stable else 1,
                 HAS_STORED=stored is not None,
-                STABLE=stable,
-                TILE=tile,
+                TILE=_MOVE_TILE,
                 num_warps=4,
                 **self._tokens,
             )

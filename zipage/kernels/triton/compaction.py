@@ -13,7 +13,7 @@ from zipage.kernels.triton.paging import text_positions
 
 _VARYING = (
     "num_blocks", "length", "keep", "num_scored", "first_position", "protect_below",
-    "num_source", "num_tiles", "num_plan_tiles", "tiles_per_program",
+    "num_source", "num_tiles", "num_plan_tiles", "most_movers", "pairs", "tiles_per_program",
 )  # fmt: skip
 _INF: tl.constexpr = tl.constexpr(0x7F800000)
 _LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
@@ -61,18 +61,25 @@ def _order_keys(
 @triton.jit(do_not_specialize=_VARYING)
 def select_and_plan(
     score_bits,
+    stored,
+    scores,
     positions,
     table,
-    plan,
-    movers,
+    sources,
+    targets,
+    counts,
     num_blocks,
     length,
     keep,
     num_scored,
     first_position,
     protect_below,
+    num_source,
     num_tiles,
     num_plan_tiles,
+    most_movers,
+    pairs,
+    HAS_STORED: tl.constexpr,
     PROTECT: tl.constexpr,
     STABLE: tl.constexpr,
     ONE_TILE: tl.constexpr,
@@ -82,15 +89,16 @@ def select_and_plan(
     TILE: tl.constexpr,
     PLAN_TILE: tl.constexpr,
 ):
-    """Find the `keep` largest scores (equal ones: the newer slots) and where they go.
+    """Find the `keep` largest scores (equal ones: the newer slots) and plan their moves.
 
     Grid ``(L * H,)``. The least key kept is found bit by bit, by counting; `ONE_TILE` holds the
-    keys in registers meanwhile. Writes
+    keys in registers meanwhile. Writes the source and target slots of tokens that move, `sources`
+    and `targets` ``[L, H, pairs]``, and how many there are, `counts` ``[L, H, 2]``:
 
-    - `plan`, ``[L, H, keep]``: source slot of each target slot. When holes are filled, -1 - n for
-      a hole, n being its rank;
-    - `movers`, ``[L, H, T - keep]``: source slots of the survivors behind slot `keep`, by rank.
-      Unused when `STABLE`.
+    - `STABLE`: pair r moves the r-th survivor to slot r; all survivors are pairs.
+    - Otherwise pair n < `counts[..., 0]` moves the n-th survivor behind slot `keep` into the n-th
+      hole, and pair `most_movers` + n, n < `counts[..., 1]`, is a survivor that keeps its slot in
+      a block that is redirected. State of survivors that keep their slots is written here.
     """
     layer_head = tl.program_id(0)
     if ONE_TILE:
@@ -128,9 +136,14 @@ def select_and_plan(
     ties = at_least - above
     wanted = keep - above
 
+    layer = layer_head // KV_HEADS
+    head = layer_head % KV_HEADS
+    source_row = sources + layer_head.to(tl.int64) * pairs
+    target_row = targets + layer_head.to(tl.int64) * pairs
     ties_before = 0
-    front_before = 0
-    behind_before = 0
+    targets_before = 0
+    movers_before = 0
+    redirected_before = 0
     for tile in range(0, num_plan_tiles):
         slot = tile * PLAN_TILE + tl.arange(0, PLAN_TILE)
         keys = _order_keys(
@@ -141,105 +154,152 @@ def select_and_plan(
         newer_ties = ties - ties_before - tl.cumsum(tie, 0)
         kept = (keys > least) | ((keys == least) & (newer_ties < wanted))
         ties_before += tl.sum(tie, 0)
-        plan_row = plan + layer_head.to(tl.int64) * keep
         if STABLE:
-            survivors = kept.to(tl.int32)
-            rank = front_before + tl.cumsum(survivors, 0) - 1
-            tl.store(plan_row + rank, slot, mask=kept)
-            front_before += tl.sum(survivors, 0)
+            survivor = kept.to(tl.int32)
+            rank = targets_before + tl.cumsum(survivor, 0) - 1
+            tl.store(source_row + rank, slot, mask=kept)
+            tl.store(target_row + rank, rank, mask=kept)
+            targets_before += tl.sum(survivor, 0)
         else:
             in_front = slot < keep
-            hole = (in_front & (kept == 0)).to(tl.int32)
-            hole_rank = front_before + tl.cumsum(hole, 0) - 1
-            tl.store(plan_row + slot, tl.where(kept, slot, -1 - hole_rank), mask=in_front)
-            front_before += tl.sum(hole, 0)
-            moves = kept & (slot >= keep)
-            mover = moves.to(tl.int32)
-            mover_rank = behind_before + tl.cumsum(mover, 0) - 1
-            mover_row = movers + layer_head.to(tl.int64) * (length - keep)
-            tl.store(mover_row + mover_rank, slot, mask=moves)
-            behind_before += tl.sum(mover, 0)
+            is_hole = in_front & (kept == 0)
+            hole = is_hole.to(tl.int32)
+            rank = targets_before + tl.cumsum(hole, 0) - 1
+            tl.store(target_row + rank, slot, mask=is_hole)
+            targets_before += tl.sum(hole, 0)
+
+            is_mover = kept & (slot >= keep)
+            mover = is_mover.to(tl.int32)
+            rank = movers_before + tl.cumsum(mover, 0) - 1
+            tl.store(source_row + rank, slot, mask=is_mover)
+            movers_before += tl.sum(mover, 0)
+
+            stays = kept & in_front
+            from_block = tl.load(table + slot // BLOCK, mask=stays, other=0)
+            to_block = tl.load(table + num_source + slot // BLOCK, mask=stays, other=0)
+            is_redirected = stays & (from_block != to_block)
+            redirected = is_redirected.to(tl.int32)
+            rank = most_movers + redirected_before + tl.cumsum(redirected, 0) - 1
+            tl.store(source_row + rank, slot, mask=is_redirected)
+            tl.store(target_row + rank, slot, mask=is_redirected)
+            redirected_before += tl.sum(redirected, 0)
+            position = text_positions(
+                positions, table, slot, stays, layer, head, num_blocks, num_scored,
+                first_position, KV_HEADS, BLOCK,
+            )  # fmt: skip
+            _store_state(
+                scores, positions, stored, slot, slot, to_block, position, stays, layer_head,
+                num_blocks, length, HAS_STORED, KV_HEADS, BLOCK,
+            )  # fmt: skip
+    tl.store(counts + layer_head * 2, targets_before)
+    tl.store(counts + layer_head * 2 + 1, redirected_before)
+
+
+@triton.jit
+def _store_state(
+    scores,
+    positions,
+    stored,
+    source,
+    target,
+    target_block,
+    position,
+    mask,
+    layer_head,
+    num_blocks,
+    length,
+    HAS_STORED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the position and the new score of source slots to their target slots."""
+    page = (layer_head // KV_HEADS).to(tl.int64) * num_blocks + target_block
+    at = (page * KV_HEADS + layer_head % KV_HEADS) * BLOCK + target % BLOCK
+    if HAS_STORED:
+        row = stored + layer_head.to(tl.int64) * length
+        score = tl.load(row + source, mask=mask, other=0.0)
+    else:
+        score = tl.zeros(position.shape, tl.float32)
+    tl.store(positions + at, position, mask=mask)
+    tl.store(scores + at, score, mask=mask)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def move_survivors(
     kv,
+    stored,
     scores,
     positions,
     table,
-    stored,
-    plan,
-    movers,
+    sources,
+    targets,
+    counts,
     num_blocks,
     length,
-    keep,
     num_scored,
     first_position,
     num_source,
+    most_movers,
+    pairs,
     tiles_per_program,
     HAS_STORED: tl.constexpr,
-    STABLE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Fill the target blocks with keys, values, stored scores and positions.
+    """Move the pairs of `select_and_plan`: keys, values, stored scores and positions.
 
-    Grid ``(programs, 2, L * H)``; program (p, which, layer and head) fills tiles
-    ``[p * tiles_per_program, (p + 1) * tiles_per_program)`` of the target slots with keys (which
-    0, and the state) or values (1). `table` has the source blocks, then the target blocks.
+    Grid ``(programs, 2, L * H)``; program (p, which, layer and head) moves the keys and state
+    (which 0) or the values (1) of pairs in tiles
+    ``[p * tiles_per_program, (p + 1) * tiles_per_program)``. `table` has the source blocks, then
+    the target blocks.
 
-    In place without a copy of the cache, since nothing is written before it was read:
+    In place and without a copy of the cache, since nothing is written before it was read:
 
-    - Redirected target blocks are not source blocks, so nobody reads them. What is left are writes
-      to target slots r < keep of blocks that stay.
-    - Filling holes: a survivor from slot >= keep comes from a block that is no target; one that
-      stays moves nothing, and its state is read and written by the same program.
-    - Stable: sources ascend and source(r) >= r. One program (`tiles_per_program` covers all)
-      works upwards and reads a tile before it writes it, so what later tiles read, slots >= their
-      r, lies behind all that is written so far.
+    - Redirected target blocks are not source blocks, so nobody reads them. What is left are
+      writes to slots below `keep` of blocks that are source and target.
+    - Filling holes: what is read from such a block is at or behind slot `keep`, hence from no
+      target block, or keeps its slot in a redirected one, whose source is no target.
+    - Stable: sources ascend, and the r-th is at slot r or behind. One program (with all tiles)
+      works upwards and reads a tile before it writes it, so what later tiles read lies behind all
+      that is written so far.
     """
     which = tl.program_id(1)
     layer_head = tl.program_id(2)
     layer = layer_head // KV_HEADS
     head = layer_head % KV_HEADS
     d = tl.arange(0, DIM_PAD)
+    num_movers = tl.load(counts + layer_head * 2)
+    num_redirected = tl.load(counts + layer_head * 2 + 1)
+    row = layer_head.to(tl.int64) * pairs
     first = tl.program_id(0) * tiles_per_program
-    last = tl.minimum(first + tiles_per_program, (keep + TILE - 1) // TILE)
+    last = tl.minimum(first + tiles_per_program, (pairs + TILE - 1) // TILE)
     for tile in range(first, last):
-        target = tile * TILE + tl.arange(0, TILE)
-        there = target < keep
-        source = tl.load(plan + layer_head.to(tl.int64) * keep + target, mask=there, other=0)
-        if not STABLE:
-            hole = source < 0
-            mover_row = movers + layer_head.to(tl.int64) * (length - keep)
-            mover = tl.load(mover_row + (-1 - source), mask=there & hole, other=0)
-            source = tl.where(hole, mover, source)
+        pair = tile * TILE + tl.arange(0, TILE)
+        redirected = pair - most_movers
+        there = (pair < num_movers) | ((redirected >= 0) & (redirected < num_redirected))
+        source = tl.load(sources + row + pair, mask=there, other=0)
+        target = tl.load(targets + row + pair, mask=there, other=0)
         source_block = tl.load(table + source // BLOCK, mask=there, other=0)
         target_block = tl.load(table + num_source + target // BLOCK, mask=there, other=0)
-        from_slot = layer.to(tl.int64) * num_blocks + source_block
-        to_slot = layer.to(tl.int64) * num_blocks + target_block
-        moves = there & ((source != target) | (source_block != target_block))
-        from_row = (((from_slot * 2 + which) * KV_HEADS + head) * BLOCK + source % BLOCK) * DIM
-        to_row = (((to_slot * 2 + which) * KV_HEADS + head) * BLOCK + target % BLOCK) * DIM
+        from_page = (layer.to(tl.int64) * num_blocks + source_block) * 2 + which
+        to_page = (layer.to(tl.int64) * num_blocks + target_block) * 2 + which
+        from_row = ((from_page * KV_HEADS + head) * BLOCK + source % BLOCK) * DIM
+        to_row = ((to_page * KV_HEADS + head) * BLOCK + target % BLOCK) * DIM
+        moves = there & (from_row != to_row)
         mask = moves[:, None] & (d[None, :] < DIM)
         tokens = tl.load(kv + from_row[:, None] + d[None, :], mask=mask, other=0.0)
-
         has_state = there & (which == 0)
         position = text_positions(
             positions, table, source, has_state, layer, head, num_blocks, num_scored,
             first_position, KV_HEADS, BLOCK,
         )  # fmt: skip
-        if HAS_STORED:
-            stored_row = stored + layer_head.to(tl.int64) * length
-            score = tl.load(stored_row + source, mask=has_state, other=0.0)
-        else:
-            score = tl.zeros([TILE], tl.float32)
         # Threads of this program write what others of it read.
         tl.debug_barrier()
         tl.store(kv + to_row[:, None] + d[None, :], tokens, mask=mask)
-        state = (to_slot * KV_HEADS + head) * BLOCK + target % BLOCK
-        tl.store(positions + state, position, mask=has_state)
-        tl.store(scores + state, score, mask=has_state)
+        _store_state(
+            scores, positions, stored, source, target, target_block, position, has_state,
+            layer_head, num_blocks, length, HAS_STORED, KV_HEADS, BLOCK,
+        )  # fmt: skip
