@@ -19,9 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("compaction", ["stable", "holes"])
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_cuda_keeps_what_the_cpu_keeps(
-    policy: str, compaction: str, kernels: KernelChoice
-) -> None:
+def test_cuda_keeps_what_the_cpu_keeps(policy: str, compaction: str, kernels: KernelChoice) -> None:
     reference = make_cache(blocks=40, block_size=16, dim=32, group=4, window=16)
     job = make_job(
         reference,

@@ -27,6 +27,8 @@ from triton.runtime.jit import JITFunction
 from tests.compression.cached_request import make_cache, make_job
 from zipage.compression.triton_kernels import TritonKernels
 
+Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
+
 _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -40,11 +42,13 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 def launches(
     dtype: torch.dtype, dim: int, group: int, window: int, block_size: int
-) -> Iterator[tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]]:
+) -> Iterator[Launch]:
     """Kernel, arguments and keyword arguments of what the methods launch, nothing being run."""
-    made: list[tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]] = []
+    made: list[Launch] = []
 
-    def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def record(
+        kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any
+    ) -> None:
         made.append((kernel, args, kwargs))
 
     JITFunction.run = record

@@ -125,8 +125,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_kernels, "_MOVE_TILE", 16)
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got.cpu(), expected, rtol=2e-5, atol=1e-9, equal_nan=True)
+def rounding(device: str | torch.device) -> float:
+    """Relative error of a weight: tensor cores round sums of bf16 products more coarsely."""
+    return 1e-5 if torch.device(device).type == "cpu" else 2e-4
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float | None = None) -> None:
+    rtol = rtol or rounding(got.device)
+    torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=1e-9, equal_nan=True)
 
 
 def reference_attention(
@@ -164,7 +170,8 @@ def test_attention_of_abnormal_numbers(device: str, group: str, window: str, wha
     got = TritonKernels(moved(cache, device)).attention(job, 0.2, group, window)
     expected = reference_attention(cache, job, 0.2, group, window)
     assert expected.isnan().any() == (what != "large")
-    assert_close(got, expected)
+    # Logits of thousands: the error of a weight is that of their last bits.
+    assert_close(got, expected, rtol=1e-2 if what == "large" else None)
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -178,7 +185,7 @@ def test_redundancy(device: str, case: Case, local: bool) -> None:
     plain = scores.redundancy(keys, positions, case.block_size, local, 0.1, 2.0)
     assert not torch.allclose(plain, expected, rtol=1e-4), "no near-duplicate to spare"
     # Similarities within rounding of the threshold may fall on either side of it.
-    differs = ~torch.isclose(got.cpu(), expected, rtol=5e-5, atol=1e-9)
+    differs = ~torch.isclose(got.cpu(), expected, rtol=rounding(device), atol=1e-9)
     assert differs.float().mean() < 0.01
     torch.testing.assert_close(got.cpu(), expected, rtol=0.2, atol=1e-9)
 
@@ -225,13 +232,22 @@ def random_scores(case: Case, seed: int) -> torch.Tensor:
     return odd[torch.randint(len(odd), shape, generator=generator)]
 
 
-@pytest.mark.parametrize("stable", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("device", "case"), CASES)
+# The interpreter is slow: there, each case has two of the kinds of scores.
+SELECTIONS = [
+    pytest.param("cpu", case, (index + 3 * stable) % 6, bool(stable), marks=on_cpu)
+    for index, case in enumerate(SMALL)
+    for stable in (0, 1)
+] + [
+    pytest.param("cuda", case, seed, stable, marks=[pytest.mark.gpu, needs_cuda])
+    for case in SMALL + LARGE
+    for seed in range(6)
+    for stable in (False, True)
+]
+
+
+@pytest.mark.parametrize(("device", "case", "seed", "stable"), SELECTIONS)
 def test_select_and_compact(device: str, case: Case, seed: int, stable: bool) -> None:
     """The whole pool is bit-identical to the reference's, layout included."""
-    if INTERPRETED and (seed + case.dim // 16) % 3:
-        pytest.skip("a third of the combinations is enough for the interpreter")
     cache, job = case.make(seed)
     final = random_scores(case, seed)
     stored = torch.rand(final.shape) if seed % 4 else None
@@ -275,7 +291,8 @@ COMPRESSED = [pytest.param("cpu", SMALL[0], marks=on_cpu)] + [
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize(("device", "case"), COMPRESSED)
 def test_compressor_keeps_what_torch_keeps(device: str, case: Case, policy: str) -> None:
-    """Equal sets, but for tokens whose scores are within 1e-5 of the last one kept."""
+    """Equal sets, but for tokens whose scores equal that of the last one kept, within rounding."""
+    close = rounding(device)
     cache, job = case.make()
     positions = positions_before(cache, job)
     options = CompressionOptions(
@@ -299,10 +316,25 @@ def test_compressor_keeps_what_torch_keeps(device: str, case: Case, policy: str)
         last = worth.sort(descending=True).values[job.keep - 1].item()
         of_position = dict(zip(order, worth.tolist(), strict=True))
         for position in one.keys() ^ other.keys():
-            assert of_position[position] == pytest.approx(last, rel=1e-5, abs=1e-5 * abs(last))
+            assert of_position[position] == pytest.approx(last, rel=close, abs=1e-9)
         for position in one.keys() & other.keys():
             assert one[position][:2] == other[position][:2]
-            assert one[position][2] == pytest.approx(other[position][2], rel=5e-5, abs=1e-9)
+            assert one[position][2] == pytest.approx(other[position][2], rel=close, abs=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_warm_up_runs_every_kernel(device: str) -> None:
+    """On a pool in use its other blocks are left alone."""
+    cache, _ = Case(fp32, 16, 1, 16, 4, 40, 2).make()
+    options = CompressionOptions(window=4, protect_prompt=0.5)
+    on_device = moved(cache, device)
+    compressor = Compressor(on_device, make_policy("zipage", {}), options, 0.25, "triton")
+    compressor.warm_up(1)
+    assert torch.equal(on_device.kv.cpu(), cache.kv)
+    compressor.warm_up(3)
+    after = on_device.kv.cpu()
+    assert not torch.equal(after[:, :2], cache.kv[:, :2])
+    assert torch.equal(after[:, 2:], cache.kv[:, 2:])
 
 
 def test_pools_that_do_not_fit_are_refused() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.compactor import move_tokens, plan_holes, plan_stable
 from zipage.compression.job import CompressionJob
@@ -122,6 +120,36 @@ class Compressor:
         move_tokens(
             self.cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
         )
+
+    def warm_up(self, num_blocks: int) -> None:
+        """Compile and load what `run` needs, by running it on the first blocks of the pool.
+
+        They are overwritten. Does nothing if `num_blocks` hold too little to be compressed.
+
+        Args:
+            num_blocks: blocks of a request when it is compressed.
+        """
+        b = self.cache.spec.block_size
+        keep = (num_blocks - 1) * b
+        if keep < max(b, self.options.window + self.options.num_sinks):
+            return
+        blocks = tuple(range(num_blocks))
+        for prompt_len in {0, int(self.options.protect_prompt * keep)}:
+            for num_scored in (0, keep):
+                self.run(
+                    CompressionJob(
+                        request_id="warm-up",
+                        source_blocks=blocks,
+                        target_blocks=blocks[:-1],
+                        length=keep + b,
+                        keep=keep,
+                        query_slot=0,
+                        num_scored=num_scored,
+                        num_tokens=keep + b,
+                        prompt_len=prompt_len,
+                        compression_index=int(num_scored > 0),
+                    )
+                )
 
     def _check(self, job: CompressionJob) -> None:
         """Refuse a job that would read or write outside its blocks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -23,6 +22,14 @@ _MIN_PART = 256
 _ONE_TILE = 4096
 _PLAN_TILE = 1024
 _MOVE_TILE = 64
+
+
+class _LastTable(threading.local):
+    """The block table a thread uploaded last, and for which job and stream."""
+
+    job: CompressionJob | None = None
+    stream: int | None = None
+    table: torch.Tensor
 
 
 def _power_of_two(n: int) -> int:
@@ -73,7 +80,7 @@ class TritonKernels:
         }
         self._columns = 32 if wide else 128
         self._rows = 32
-        self._last = threading.local()
+        self._last = _LastTable()
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Triton launches on the current device, which may be another one than the pool's."""
@@ -88,13 +95,12 @@ class TritonKernels:
             if self._device.type == "cuda"
             else None
         )
-        last: tuple[CompressionJob, object, torch.Tensor] | None
-        last = getattr(self._last, "table", None)
-        if last is not None and last[0] is job and last[1] == stream:
-            return last[2]
-        table = block_indices(job.source_blocks + job.target_blocks, self._device, torch.int32)
-        self._last.table = (job, stream, table)
-        return table
+        last = self._last
+        if last.job is not job or last.stream != stream:
+            blocks = job.source_blocks + job.target_blocks
+            last.table = block_indices(blocks, self._device, torch.int32)
+            last.job, last.stream = job, stream
+        return last.table
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

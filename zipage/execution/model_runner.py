@@ -13,8 +13,8 @@ import torch
 from zipage.attention.backend import StepInputs, make_backend
 from zipage.cache.kv_cache import KVCacheSpec
 from zipage.compression.compressor import CompressionOptions, Compressor
-from zipage.compression.kernels import KernelChoice
 from zipage.compression.job import CompressionJob
+from zipage.compression.kernels import KernelChoice
 from zipage.compression.policies import make_policy
 from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request
@@ -119,6 +119,9 @@ class ModelRunner:
             # Beside decoding, more than one thread would only take the cores decoding needs.
             threads = 1 if config.compresses_beside(self.device.type) else None
             self.compressor = Compressor(self.cache, policy, options, scale, kernels, threads)
+            if self.device.type == "cuda":
+                most = config.max_blocks_of(config.kv_budget) or 0
+                self.compressor.warm_up(min(most, self.cache.spec.num_blocks))
         self.sampler = Sampler(seed=config.seed, device=self.device)
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0

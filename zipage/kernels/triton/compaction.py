@@ -111,7 +111,7 @@ def select_and_plan(
     least = _LOWEST
     at_least = length
     above = 0
-    for step in range(0, 33):
+    for step in range(33):
         candidate = least + 1
         if step == 0:
             candidate = 0
@@ -121,7 +121,7 @@ def select_and_plan(
             count = tl.sum((all_keys >= candidate).to(tl.int32), 0)
         else:
             count = 0
-            for tile in range(0, num_tiles):
+            for tile in range(num_tiles):
                 keys = _order_keys(
                     score_bits, positions, table, tile * TILE + tl.arange(0, TILE), layer_head,
                     num_blocks, length, num_scored, first_position, protect_below, PROTECT,
@@ -144,7 +144,7 @@ def select_and_plan(
     targets_before = 0
     movers_before = 0
     redirected_before = 0
-    for tile in range(0, num_plan_tiles):
+    for tile in range(num_plan_tiles):
         slot = tile * PLAN_TILE + tl.arange(0, PLAN_TILE)
         keys = _order_keys(
             score_bits, positions, table, slot, layer_head, num_blocks, length, num_scored,
@@ -291,7 +291,7 @@ def move_survivors(
         moves = there & (from_row != to_row)
         mask = moves[:, None] & (d[None, :] < DIM)
         tokens = tl.load(kv + from_row[:, None] + d[None, :], mask=mask, other=0.0)
-        has_state = there & (which == 0)
+        has_state = tl.where(which == 0, there, False)
         position = text_positions(
             positions, table, source, has_state, layer, head, num_blocks, num_scored,
             first_position, KV_HEADS, BLOCK,

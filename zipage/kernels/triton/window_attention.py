@@ -186,10 +186,7 @@ def _reduce_group(
         reduced = tl.sum(weights, 0)
     else:
         rows = tl.reshape(weights, [ROWS // GROUP_PAD, GROUP_PAD, TILE])
-        if GROUP_MAX:
-            reduced = tl.sum(tl.max(rows, 1), 0)
-        else:
-            reduced = tl.max(tl.sum(rows, 1), 0)
+        reduced = tl.sum(tl.max(rows, 1), 0) if GROUP_MAX else tl.max(tl.sum(rows, 1), 0)
     return reduced
 
 
@@ -251,7 +248,7 @@ def window_scores(
     for start in range(first, tl.minimum(first + chunk, length), TILE):
         slot = start + tl.arange(0, TILE)
         score = tl.zeros([TILE], tl.float32)
-        for row_chunk in range(0, ROW_CHUNKS):
+        for row_chunk in range(ROW_CHUNKS):
             if ROW_CHUNKS > 1:
                 q = _load_queries(
                     queries, layer, head, row_chunk, num_slots, query_slot,
