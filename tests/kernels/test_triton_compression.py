@@ -219,13 +219,13 @@ def test_value_norms(device: str, case: Case) -> None:
 
 
 def random_scores(case: Case, seed: int) -> torch.Tensor:
-    """All different, few different, or with infinities, NaN of both signs, zeros, denormals."""
+    """All different, ties between zeros of both signs, or infinities, NaN, zeros, denormals."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.layers, case.kv_heads, case.length)
     if seed % 3 == 0:
         return torch.randn(shape, generator=generator)
     if seed % 3 == 1:
-        return torch.randint(-2, 3, shape, generator=generator).float()
+        return torch.tensor([-0.0, 0.0, 1.0])[torch.randint(3, shape, generator=generator)]
     nan = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
     odd = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 1e-42, -1e-42, 1.0])
     odd = torch.cat((odd, nan))
