@@ -101,17 +101,13 @@ SMALL = [
 ]
 LARGE = [
     Case(bf16, 128, 4, 256, 24, 2304, 8, num_scored=2048, layers=3, kv_heads=8),
-    Case(bf16, 128, 4, 128, 16, 1152, 8, layers=3, kv_heads=8),
     Case(bf16, 64, 8, 64, 16, 5003, 7, layers=2),
     Case(fp16, 80, 7, 48, 24, 1001, 12, num_scored=720, layers=2),
     Case(bf16, 256, 1, 16, 32, 515, 30, layers=2),
-    Case(bf16, 96, 16, 32, 24, 700, 20, layers=2),
-    Case(fp32, 128, 4, 256, 24, 2304, 8, num_scored=2048, layers=2),
-    Case(fp32, 64, 4, 64, 24, 9001, 9, layers=2),
-    Case(fp32, 256, 2, 32, 16, 300, 8, layers=2),
+    Case(fp32, 128, 4, 64, 24, 4601, 9, num_scored=640, layers=2),
 ]
 CASES = [pytest.param("cpu", case, marks=on_cpu) for case in SMALL] + [
-    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in SMALL + LARGE
+    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in (SMALL[0], *LARGE)
 ]
 REDUCTIONS = [(group, window) for group in ("max", "mean") for window in ("max", "mean")]
 
@@ -132,22 +128,33 @@ def rounding(device: str | torch.device) -> float:
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float | None = None) -> None:
     rtol = rtol or rounding(got.device)
-    torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=1e-9, equal_nan=True)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-9, equal_nan=True)
 
 
 def reference_attention(
     cache: KVCache, job: CompressionJob, scale: float, group: str, window: str
 ) -> torch.Tensor:
+    """On the cache's device: large cases take long on the CPU."""
     keys = keys_of(cache, job.source_blocks, job.length)
-    return scores.window_attention(cache.queries[:, job.query_slot], keys, scale, group, window)
+    queries = cache.queries[:, job.query_slot]
+    return scores.window_attention(queries, keys, scale, group, window)
+
+
+def reference_redundancy(
+    cache: KVCache, job: CompressionJob, positions: torch.Tensor, local: bool, *numbers: float
+) -> torch.Tensor:
+    keys = keys_of(cache, job.source_blocks, job.length)
+    positions = positions.to(keys.device)
+    return scores.redundancy(keys, positions, cache.spec.block_size, local, *numbers)
 
 
 @pytest.mark.parametrize(("device", "case"), CASES)
 def test_attention(device: str, case: Case) -> None:
     cache, job = case.make()
-    kernels = TritonKernels(moved(cache, device))
-    chosen = random.Random(case.dim).sample(REDUCTIONS, 2) if INTERPRETED else REDUCTIONS
-    for group, window in chosen:
+    cache = moved(cache, device)
+    kernels = TritonKernels(cache)
+    some = random.Random(case.dim).sample(REDUCTIONS, 2)
+    for group, window in REDUCTIONS if case == LARGE[0] else some:
         got = kernels.attention(job, 0.2, group, window)
         assert_close(got, reference_attention(cache, job, 0.2, group, window))
 
@@ -167,7 +174,8 @@ def test_attention_of_abnormal_numbers(device: str, group: str, window: str, wha
         slot = job.length - 1 if what == "late nan key" else 40
         block = job.source_blocks[slot // 16]
         cache.kv[0, block, 0, 0, slot % 16, 3] = torch.inf if what == "inf key" else torch.nan
-    got = TritonKernels(moved(cache, device)).attention(job, 0.2, group, window)
+    cache = moved(cache, device)
+    got = TritonKernels(cache).attention(job, 0.2, group, window)
     expected = reference_attention(cache, job, 0.2, group, window)
     assert expected.isnan().any() == (what != "large")
     # Logits of thousands: the error of a weight is that of their last bits.
@@ -178,16 +186,16 @@ def test_attention_of_abnormal_numbers(device: str, group: str, window: str, wha
 @pytest.mark.parametrize(("device", "case"), CASES)
 def test_redundancy(device: str, case: Case, local: bool) -> None:
     cache, job = case.make()
-    keys = keys_of(cache, job.source_blocks, job.length)
     positions = positions_before(cache, job)
-    got = TritonKernels(moved(cache, device)).redundancy(job, local, 0.1, 0.5)
-    expected = scores.redundancy(keys, positions, case.block_size, local, 0.1, 0.5)
-    plain = scores.redundancy(keys, positions, case.block_size, local, 0.1, 2.0)
+    cache = moved(cache, device)
+    got = TritonKernels(cache).redundancy(job, local, 0.1, 0.5)
+    expected = reference_redundancy(cache, job, positions, local, 0.1, 0.5)
+    plain = reference_redundancy(cache, job, positions, local, 0.1, 2.0)
     assert not torch.allclose(plain, expected, rtol=1e-4), "no near-duplicate to spare"
     # Similarities within rounding of the threshold may fall on either side of it.
-    differs = ~torch.isclose(got.cpu(), expected, rtol=rounding(device), atol=1e-9)
+    differs = ~torch.isclose(got, expected, rtol=rounding(device), atol=1e-9)
     assert differs.float().mean() < 0.01
-    torch.testing.assert_close(got.cpu(), expected, rtol=0.2, atol=1e-9)
+    torch.testing.assert_close(got, expected, rtol=0.2, atol=1e-9)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -203,9 +211,10 @@ def test_redundancy_of_abnormal_keys(device: str, local: bool, what: str) -> Non
         cache.kv[:, :, 0, :, 8:] = cache.kv[:, :, 0, :, :8]
     else:
         cache.kv[0, job.source_blocks[1], 0, 0, 3, 3] = torch.nan
-    keys = keys_of(cache, job.source_blocks, job.length)
-    got = TritonKernels(moved(cache, device)).redundancy(job, local, 0.4, 0.5)
-    expected = scores.redundancy(keys, positions_before(cache, job), 16, local, 0.4, 0.5)
+    positions = positions_before(cache, job)
+    cache = moved(cache, device)
+    got = TritonKernels(cache).redundancy(job, local, 0.4, 0.5)
+    expected = reference_redundancy(cache, job, positions, local, 0.4, 0.5)
     assert expected.isnan().any() == (what == "nan")
     assert_close(got, expected)
 
@@ -213,8 +222,9 @@ def test_redundancy_of_abnormal_keys(device: str, local: bool, what: str) -> Non
 @pytest.mark.parametrize(("device", "case"), CASES)
 def test_value_norms(device: str, case: Case) -> None:
     cache, job = case.make()
+    cache = moved(cache, device)
     values = gather(cache.kv[:, :, 1], job.source_blocks, job.length).float()
-    got = TritonKernels(moved(cache, device)).value_norms(job)
+    got = TritonKernels(cache).value_norms(job)
     assert_close(got, torch.linalg.vector_norm(values, dim=-1))
 
 
@@ -232,16 +242,11 @@ def random_scores(case: Case, seed: int) -> torch.Tensor:
     return odd[torch.randint(len(odd), shape, generator=generator)]
 
 
-# The interpreter is slow: there, each case has two of the kinds of scores.
+# Each case has two of the kinds of scores, one for each plan.
 SELECTIONS = [
-    pytest.param("cpu", case, (index + 3 * stable) % 6, bool(stable), marks=on_cpu)
-    for index, case in enumerate(SMALL)
+    pytest.param(*case.values, (index + 3 * stable) % 6, bool(stable), marks=case.marks)
+    for index, case in enumerate(CASES)
     for stable in (0, 1)
-] + [
-    pytest.param("cuda", case, seed, stable, marks=[pytest.mark.gpu, needs_cuda])
-    for case in SMALL + LARGE
-    for seed in range(6)
-    for stable in (False, True)
 ]
 
 
@@ -253,21 +258,16 @@ def test_select_and_compact(device: str, case: Case, seed: int, stable: bool) ->
     stored = torch.rand(final.shape) if seed % 4 else None
     protect_below = 20 if seed % 2 else 0
     got = moved(cache, device)
-    TritonKernels(got).select_and_compact(
-        job,
-        final.to(device),
-        None if stored is None else stored.to(device),
-        case.window,
-        protect_below,
-        stable,
-    )
-    positions = positions_before(cache, job)
+    positions = positions_before(cache, job).to(device)
+    cache, final = moved(cache, device), final.to(device)
+    stored = None if stored is None else stored.to(device)
     kept = select_tokens(final, positions, job.keep, case.window, protect_below)
     slots = plan_stable(kept, job.keep) if stable else plan_holes(kept, job.keep)
     move_tokens(cache, job.source_blocks, job.target_blocks, slots, positions, stored)
-    assert torch.equal(got.positions.cpu(), cache.positions)
-    assert torch.equal(got.scores.cpu(), cache.scores)
-    assert torch.equal(got.kv.cpu(), cache.kv)
+    TritonKernels(got).select_and_compact(job, final, stored, case.window, protect_below, stable)
+    assert torch.equal(got.positions, cache.positions)
+    assert torch.equal(got.scores, cache.scores)
+    assert torch.equal(got.kv, cache.kv)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -283,8 +283,7 @@ def test_jobs_do_not_share_block_tables(device: str) -> None:
 
 
 COMPRESSED = [pytest.param("cpu", SMALL[0], marks=on_cpu)] + [
-    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda])
-    for case in (SMALL[0], SMALL[2], LARGE[0], LARGE[3])
+    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in (SMALL[0], LARGE[0])
 ]
 
 
@@ -294,7 +293,8 @@ def test_compressor_keeps_what_torch_keeps(device: str, case: Case, policy: str)
     """Equal sets, but for tokens whose scores equal that of the last one kept, within rounding."""
     close = rounding(device)
     cache, job = case.make()
-    positions = positions_before(cache, job)
+    positions = positions_before(cache, job).flatten(0, 1)
+    cache = moved(cache, device)
     options = CompressionOptions(
         window=case.window,
         compaction="stable" if policy in ("rkv", "random") else "holes",
@@ -302,17 +302,17 @@ def test_compressor_keeps_what_torch_keeps(device: str, case: Case, policy: str)
     )
     made = make_policy(policy, {})
     scale = case.dim**-0.5
-    final = made.scores(CacheView(cache, job, scale, case.window, 0)).final.flatten(0, 1)
+    view = CacheView(cache, job, scale, case.window, 0)
+    final = made.scores(view).final.flatten(0, 1).cpu()
     final[:, -case.window :] = torch.inf
-    final = final.masked_fill(positions.flatten(0, 1) < 2, torch.inf)
-    fast = moved(cache, device)
+    final = final.masked_fill(positions < 2, torch.inf)
+    fast = clone(cache)
     reference = clone(cache)
     Compressor(reference, made, options, scale, "torch").run(job)
     Compressor(fast, made, options, scale, "triton").run(job)
-    pairs = zip(tokens_after(reference, job), tokens_after(moved(fast, "cpu"), job), strict=True)
-    for worth, order, (one, other) in zip(
-        final, positions.flatten(0, 1).tolist(), pairs, strict=True
-    ):
+    reference, fast = moved(reference, "cpu"), moved(fast, "cpu")
+    pairs = zip(tokens_after(reference, job), tokens_after(fast, job), strict=True)
+    for worth, order, (one, other) in zip(final, positions.tolist(), pairs, strict=True):
         last = worth.sort(descending=True).values[job.keep - 1].item()
         of_position = dict(zip(order, worth.tolist(), strict=True))
         for position in one.keys() ^ other.keys():

@@ -243,7 +243,8 @@ class TritonKernels:
         blocks = cache.spec.num_blocks
         bits = scores.contiguous().view(torch.int32)
         stored = None if stored is None else stored.contiguous()
-        replaced = sum(map(int.__ne__, job.source_blocks, job.target_blocks))
+        pairs_of_blocks = zip(job.source_blocks, job.target_blocks, strict=False)
+        replaced = sum(source != target for source, target in pairs_of_blocks)
         most_movers = job.keep if stable else min(job.length - job.keep, job.keep)
         pairs = most_movers + (0 if stable else replaced * cache.spec.block_size)
         sources, targets = self._empty(2, self._pairs, pairs, dtype=torch.int32)
