@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from zipage.errors import ConfigError
 pytest.importorskip("triton")
 from zipage.compression import triton_kernels
 from zipage.compression.triton_kernels import TritonKernels
+from zipage.kernels.triton import compaction, redundancy, window_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -161,6 +163,7 @@ def test_attention(device: str, case: Case) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("group", "window"), REDUCTIONS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
 @pytest.mark.parametrize("what", ["nan query", "nan key", "late nan key", "inf key", "large"])
 def test_attention_of_abnormal_numbers(device: str, group: str, window: str, what: str) -> None:
     """NaN reaches what it reaches in the reference, and nothing else."""
@@ -320,6 +323,38 @@ def test_compressor_keeps_what_torch_keeps(device: str, case: Case, policy: str)
         for position in one.keys() & other.keys():
             assert one[position][:2] == other[position][:2]
             assert one[position][2] == pytest.approx(other[position][2], rel=close, abs=1e-9)
+
+
+class CountedKernel:
+    """Stands in for a kernel and counts its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_launches_of_a_job(device: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kernel under the default policy, whatever the number of layers."""
+    counted = []
+    for module, names in (
+        (window_attention, ("window_statistics", "window_scores")),
+        (redundancy, ("similarity_columns", "spared_means", "value_norms")),
+        (compaction, ("select_and_plan", "move_survivors")),
+    ):
+        for name in names:
+            counted.append(CountedKernel(getattr(module, name)))
+            monkeypatch.setattr(module, name, counted[-1])
+    cache, job = Case(fp32, 16, 1, 16, 4, 40, 2, layers=layers, kv_heads=1).make()
+    options = CompressionOptions(window=4)
+    policy = make_policy("zipage", {})
+    Compressor(moved(cache, device), policy, options, 0.25, "triton").run(job)
+    assert [kernel.launches for kernel in counted] == [1] * 7
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,8 +45,8 @@ class TritonKernels:
     """Scoring and compaction on the device; results equal the torch reference.
 
     Calls enqueue work on the current stream and never wait. A job is a fixed number of launches,
-    whatever the number of layers. Scratch is a few fp32 numbers per token, layer and KV head, from
-    torch's allocator. Calls may come from any thread.
+    whatever the number of layers. Scratch, from torch's allocator, is about 40 bytes per token,
+    layer and KV head at most. Calls may come from any thread.
 
     Args:
         cache: a pool of float32, bfloat16 or float16 with head_dim up to 256. On CUDA, or on the

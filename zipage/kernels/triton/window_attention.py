@@ -221,7 +221,8 @@ def window_scores(
 ):
     """Weights of one part of the cache, reduced: ``[L, H, T]``. Grid ``(num_parts, 1, L * H)``."""
     part = tl.program_id(0)
-    layer_head = tl.program_id(2)
+    # From the last layer back: its keys are what `window_statistics` left in the L2 cache.
+    layer_head = tl.num_programs(2) - 1 - tl.program_id(2)
     layer = layer_head // KV_HEADS
     head = layer_head % KV_HEADS
     row = tl.arange(0, ROWS)
