@@ -117,8 +117,8 @@ def main() -> None:
             common = CompressionOptions(window=WINDOW, compaction=compaction)
             policy = make_policy(name, options)
             native, reference = (
-                Compressor(cache, policy, common, DIM**-0.5, use_native=use)
-                for use in (True, False)
+                Compressor(cache, policy, common, DIM**-0.5, kernels=kernels)
+                for kernels in ("native", "torch")
             )
             native_ms = median_ms(native, later, args.rounds)
             torch_ms = median_ms(reference, later[:4], 1)

@@ -61,7 +61,12 @@ def make_cache(
 
 
 def clone(cache: KVCache) -> KVCache:
-    copy = KVCache(replace(cache.spec))
+    return moved(cache, cache.spec.device)
+
+
+def moved(cache: KVCache, device: str | torch.device) -> KVCache:
+    """A copy on another device."""
+    copy = KVCache(replace(cache.spec, device=torch.device(device)))
     for name in ("kv", "scores", "positions", "queries"):
         getattr(copy, name).copy_(getattr(cache, name))
     return copy

@@ -24,12 +24,13 @@ from tests.compression.cached_request import (
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
+from zipage.compression.kernels import KernelChoice
 from zipage.compression.policies import make_policy, policy_names
 from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
 
 needs_native = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
-USE_NATIVE = [False, pytest.param(True, marks=needs_native)]
+KERNELS = ["torch", pytest.param("native", marks=needs_native)]
 COMPACTIONS = ["stable", "holes"]
 
 
@@ -37,13 +38,13 @@ def make_compressor(
     cache: KVCache,
     policy: str = "zipage",
     *,
-    use_native: bool | None = False,
+    kernels: KernelChoice = "torch",
     policy_options: dict[str, object] | None = None,
     **options: object,
 ) -> Compressor:
     common = CompressionOptions(window=cache.spec.window, **options)  # type: ignore[arg-type]
     made = make_policy(policy, policy_options or {})
-    return Compressor(cache, made, common, cache.spec.head_dim**-0.5, use_native)
+    return Compressor(cache, made, common, cache.spec.head_dim**-0.5, kernels)
 
 
 def append_tokens(cache: KVCache, job: CompressionJob, new_block: int, seed: int) -> CompressionJob:
@@ -66,15 +67,15 @@ def append_tokens(cache: KVCache, job: CompressionJob, new_block: int, seed: int
     )
 
 
-@pytest.mark.parametrize("use_native", USE_NATIVE)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("compaction", COMPACTIONS)
-def test_three_compressions_in_a_row(use_native: bool, compaction: str) -> None:
+def test_three_compressions_in_a_row(kernels: KernelChoice, compaction: str) -> None:
     """Kept sets, positions, stored scores and contents against loops, with memory of scores."""
     cache = make_cache(dim=6)
     b, window, gamma = 8, 4, 0.8
     knobs = {"gamma": gamma, "lam": 1.0, "value_power": 0.0, "window_reduction": "mean"}
     compressor = make_compressor(
-        cache, use_native=use_native, policy_options=knobs, compaction=compaction
+        cache, kernels=kernels, policy_options=knobs, compaction=compaction
     )
     job = make_job(cache, length=45, num_targets=5)
     text = {}  # what each position's token is, per layer and head
@@ -158,7 +159,7 @@ def test_native_keeps_what_torch_keeps(policy: str, compaction: str) -> None:
         ]
         fast = clone(reference)
         make_compressor(reference, policy, compaction=compaction).run(job)
-        make_compressor(fast, policy, use_native=True, compaction=compaction).run(job)
+        make_compressor(fast, policy, kernels="native", compaction=compaction).run(job)
         for scores, one, other in zip(
             of_position, tokens_after(reference, job), tokens_after(fast, job), strict=True
         ):
@@ -170,11 +171,11 @@ def test_native_keeps_what_torch_keeps(policy: str, compaction: str) -> None:
                 assert one[position][2] == pytest.approx(other[position][2], rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("use_native", USE_NATIVE)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("compaction", COMPACTIONS)
-def test_streaming_keeps_sinks_and_recent(use_native: bool, compaction: str) -> None:
+def test_streaming_keeps_sinks_and_recent(kernels: KernelChoice, compaction: str) -> None:
     cache = make_cache()
-    compressor = make_compressor(cache, "streaming", use_native=use_native, compaction=compaction)
+    compressor = make_compressor(cache, "streaming", kernels=kernels, compaction=compaction)
     job = make_job(cache, length=61, num_targets=5)
     free = [block for block in range(24) if block not in job.source_blocks]
     for step in range(4):
@@ -185,8 +186,8 @@ def test_streaming_keeps_sinks_and_recent(use_native: bool, compaction: str) -> 
         job = append_tokens(cache, job, free[step], seed=step)
 
 
-@pytest.mark.parametrize("use_native", USE_NATIVE)
-def test_window_sinks_and_prompt_are_protected(use_native: bool) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_window_sinks_and_prompt_are_protected(kernels: KernelChoice) -> None:
     """Against a policy that would rather keep anything else, for three compressions."""
     for options, protected in (
         ({"num_sinks": 3}, 3),
@@ -199,7 +200,7 @@ def test_window_sinks_and_prompt_are_protected(use_native: bool) -> None:
         compressor = make_compressor(
             cache,
             policy_options={"lam": 1.0, "value_power": 0.0},
-            use_native=use_native,
+            kernels=kernels,
             **options,
         )
         job = make_job(cache, length=61, num_targets=5, prompt_len=10)
@@ -218,15 +219,15 @@ def test_window_sinks_and_prompt_are_protected(use_native: bool) -> None:
             cache.kv[:, free[step], 0].zero_()
 
 
-@pytest.mark.parametrize("use_native", USE_NATIVE)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("fill", [0.0, 0.7])
 @pytest.mark.parametrize("policy", policy_names())
-def test_equal_keys(policy: str, fill: float, use_native: bool) -> None:
+def test_equal_keys(policy: str, fill: float, kernels: KernelChoice) -> None:
     """All-equal and all-zero keys: a full pack of distinct tokens, the window among them."""
     cache = make_cache()
     cache.kv[:, :, 0].fill_(fill)
     job = make_job(cache, length=61, num_targets=5)
-    make_compressor(cache, policy, use_native=use_native).run(job)
+    make_compressor(cache, policy, kernels=kernels).run(job)
     assert gather(cache.scores, job.target_blocks, job.keep).isfinite().all()
     for tokens in tokens_after(cache, job):
         assert len(tokens) == 40
@@ -245,7 +246,7 @@ def test_half_precision_pools(dtype: torch.dtype) -> None:
     before = tokens_by_position(
         cache, job.source_blocks, positions_before(cache, job), torch.zeros(2, 2, 61)
     )
-    make_compressor(cache, "zipage-paper", use_native=None).run(job)
+    make_compressor(cache, "zipage-paper", kernels="auto").run(job)
     make_compressor(full, "zipage-paper").run(job)
     assert torch.equal(cache.positions, full.positions)
     assert torch.equal(cache.scores, full.scores)
@@ -254,8 +255,8 @@ def test_half_precision_pools(dtype: torch.dtype) -> None:
             assert old[position][:2] == (key, value)
 
 
-@pytest.mark.parametrize("use_native", USE_NATIVE)
-def test_requests_do_not_see_each_other(use_native: bool) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_requests_do_not_see_each_other(kernels: KernelChoice) -> None:
     """Eight jobs at once from eight threads, in one pool, as one by one."""
     cache = make_cache(blocks=72, block_size=16, dim=32)
     everything = list(range(72))
@@ -275,7 +276,7 @@ def test_requests_do_not_see_each_other(use_native: bool) -> None:
         for i in range(8)
     ]
     together = clone(cache)
-    options = {"use_native": use_native, "policy_options": {"lam": 0.5}}
+    options = {"kernels": kernels, "policy_options": {"lam": 0.5}}
     one_by_one = make_compressor(cache, **options)
     for job in jobs:
         one_by_one.run(job)
@@ -311,7 +312,7 @@ def test_options_must_fit_the_pool() -> None:
     with pytest.raises(ConfigError, match=r"window is 16 but .* hold 4"):
         Compressor(cache, policy, CompressionOptions(), 0.25)
     with pytest.raises(ConfigError, match=r"float32, got cpu and torch.bfloat16"):
-        Compressor(cache, policy, CompressionOptions(window=4), 0.25, use_native=True)
+        Compressor(cache, policy, CompressionOptions(window=4), 0.25, kernels="native")
 
 
 @pytest.mark.parametrize(
@@ -335,6 +336,6 @@ def test_impossible_jobs_touch_nothing(change: dict[str, object]) -> None:
     before = clone(cache)
     job = replace(make_job(cache, length=61, num_targets=5), **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="request-0: impossible"):
-        make_compressor(cache, use_native=None).run(job)
+        make_compressor(cache, kernels="auto").run(job)
     assert torch.equal(cache.kv, before.kv)
     assert torch.equal(cache.positions, before.positions)

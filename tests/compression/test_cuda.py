@@ -1,15 +1,13 @@
-"""The torch path on CUDA: the results of the CPU, without waiting for the device."""
+"""Compression on CUDA: the results of the CPU, without waiting for the device."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.compression.cached_request import clone, make_cache, make_job, tokens_after
-from zipage.cache.kv_cache import KVCache
+from tests.compression.cached_request import clone, make_cache, make_job, moved, tokens_after
 from zipage.compression.compressor import CompressionOptions, Compressor
+from zipage.compression.kernels import KernelChoice
 from zipage.compression.policies import make_policy, policy_names
 
 pytestmark = [
@@ -18,16 +16,10 @@ pytestmark = [
 ]
 
 
-def moved(cache: KVCache, device: str) -> KVCache:
-    copy = KVCache(replace(cache.spec, device=torch.device(device)))
-    for name in ("kv", "scores", "positions", "queries"):
-        getattr(copy, name).copy_(getattr(cache, name))
-    return copy
-
-
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("compaction", ["stable", "holes"])
-def test_cuda_keeps_what_the_cpu_keeps(policy: str, compaction: str) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_cuda_keeps_what_the_cpu_keeps(policy: str, compaction: str, kernels: KernelChoice) -> None:
     reference = make_cache(blocks=40, block_size=16, dim=32, group=4, window=16)
     job = make_job(
         reference,
@@ -43,11 +35,11 @@ def test_cuda_keeps_what_the_cpu_keeps(policy: str, compaction: str) -> None:
     warm_up = moved(reference, "cuda")
     made = make_policy(policy, {"later_pooling": 3} if policy == "zipage" else {})
     expected = clone(reference)
-    Compressor(expected, made, options, 32**-0.5, False).run(job)
-    Compressor(warm_up, made, options, 32**-0.5).run(job)
+    Compressor(expected, made, options, 32**-0.5, "torch").run(job)
+    Compressor(warm_up, made, options, 32**-0.5, kernels).run(job)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        Compressor(on_device, made, options, 32**-0.5).run(job)
+        Compressor(on_device, made, options, 32**-0.5, kernels).run(job)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(

@@ -9,9 +9,11 @@ import torch
 from zipage.cache.kv_cache import KVCache
 
 
-def block_indices(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Block ids as an int64 tensor on `device`, without waiting for the device."""
-    ids = torch.tensor(blocks, dtype=torch.int64)
+def block_indices(
+    blocks: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Block ids as a tensor on `device`, without waiting for the device."""
+    ids = torch.tensor(blocks, dtype=dtype)
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.compactor import move_tokens, plan_holes, plan_stable
 from zipage.compression.job import CompressionJob
-from zipage.compression.native import NativeKernels
+from zipage.compression.kernels import KernelChoice, make_kernels
 from zipage.compression.policies.base import Policy
 from zipage.compression.select import select_tokens
 from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
-from zipage.kernels import native
 
 
 @dataclass(frozen=True)
@@ -64,12 +61,12 @@ class Compressor:
         policy: what tokens are worth.
         options: what is common to all policies.
         scale: factor of the attention logits, usually ``1/sqrt(head_dim)``.
-        use_native: native CPU kernels; None: where the pool is fp32 on CPU and they can be built.
+        kernels: which kernels; ``auto`` is native on the CPU for fp32 where they can be built,
+            Triton on CUDA, else torch.
         num_threads: threads of the native kernels; None for torch's number.
 
     Raises:
-        ConfigError: the options do not fit the pool, or native kernels were asked for and the
-            pool is not fp32 on CPU.
+        ConfigError: the options or the kernels asked for do not fit the pool.
         NativeUnavailable: native kernels were asked for and cannot be built.
     """
 
@@ -79,7 +76,7 @@ class Compressor:
         policy: Policy,
         options: CompressionOptions,
         scale: float,
-        use_native: bool | None = None,
+        kernels: KernelChoice = "auto",
         num_threads: int | None = None,
     ) -> None:
         spec = cache.spec
@@ -89,19 +86,11 @@ class Compressor:
             )
         if spec.num_query_slots < 1:
             raise ConfigError("compression needs a pool with at least 1 query slot, got 0")
-        fits = spec.device.type == "cpu" and spec.dtype == torch.float32
-        if use_native and not fits:
-            raise ConfigError(
-                "native compression needs device cpu and dtype float32, "
-                f"got {spec.device} and {spec.dtype}"
-            )
         self.cache = cache
         self.policy = policy
         self.options = options
         self.scale = scale
-        if use_native is None:
-            use_native = fits and native.available()
-        self._native = NativeKernels(cache, num_threads) if use_native else None
+        self._kernels = make_kernels(cache, kernels, num_threads)
 
     def run(self, job: CompressionJob) -> None:
         """Compress one request's cache.
@@ -115,14 +104,14 @@ class Compressor:
         """
         self._check(job)
         options = self.options
-        view = CacheView(self.cache, job, self.scale, options.window, options.seed, self._native)
+        view = CacheView(self.cache, job, self.scale, options.window, options.seed, self._kernels)
         result = self.policy.scores(view)
         protect_below = options.num_sinks
         if job.prompt_len <= options.protect_prompt * job.keep:
             protect_below = max(protect_below, job.prompt_len)
         stable = options.compaction == "stable"
-        if self._native is not None:
-            self._native.select_and_compact(
+        if self._kernels is not None:
+            self._kernels.select_and_compact(
                 job, result.final, result.stored, options.window, protect_below, stable
             )
             return
@@ -131,6 +120,36 @@ class Compressor:
         move_tokens(
             self.cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
         )
+
+    def warm_up(self, num_blocks: int) -> None:
+        """Compile and load what `run` needs, by running it on the first blocks of the pool.
+
+        They are overwritten. Does nothing if `num_blocks` hold too little to be compressed.
+
+        Args:
+            num_blocks: blocks of a request when it is compressed.
+        """
+        b = self.cache.spec.block_size
+        keep = (num_blocks - 1) * b
+        if keep < max(b, self.options.window + self.options.num_sinks):
+            return
+        blocks = tuple(range(num_blocks))
+        for prompt_len in {0, int(self.options.protect_prompt * keep)}:
+            for num_scored in (0, keep):
+                self.run(
+                    CompressionJob(
+                        request_id="warm-up",
+                        source_blocks=blocks,
+                        target_blocks=blocks[:-1],
+                        length=keep + b,
+                        keep=keep,
+                        query_slot=0,
+                        num_scored=num_scored,
+                        num_tokens=keep + b,
+                        prompt_len=prompt_len,
+                        compression_index=int(num_scored > 0),
+                    )
+                )
 
     def _check(self, job: CompressionJob) -> None:
         """Refuse a job that would read or write outside its blocks."""

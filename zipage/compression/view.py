@@ -15,7 +15,7 @@ from zipage.compression.job import CompressionJob
 from zipage.compression.scores import Reduction
 
 if TYPE_CHECKING:
-    from zipage.compression.native import NativeKernels
+    from zipage.compression.kernels import CompressionKernels
 
 
 class CacheView:
@@ -42,12 +42,12 @@ class CacheView:
         scale: float,
         window: int,
         seed: int,
-        native: NativeKernels | None = None,
+        kernels: CompressionKernels | None = None,
     ) -> None:
         self._cache = cache
         self._job = job
         self._scale = scale
-        self._native = native
+        self._kernels = kernels
         self.length = job.length
         self.window = window
         self.block_size = cache.spec.block_size
@@ -117,8 +117,8 @@ class CacheView:
 
         See `zipage.compression.scores.window_attention`.
         """
-        if self._native is not None:
-            return self._native.attention(self._job, self._scale, group, window)
+        if self._kernels is not None:
+            return self._kernels.attention(self._job, self._scale, group, window)
         return scores.window_attention(self.queries, self.keys, self._scale, group, window)
 
     def redundancy(self, local: bool, tau: float, threshold: float) -> torch.Tensor:
@@ -126,14 +126,14 @@ class CacheView:
 
         See `zipage.compression.scores.redundancy`.
         """
-        if self._native is not None:
-            return self._native.redundancy(self._job, local, tau, threshold)
+        if self._kernels is not None:
+            return self._kernels.redundancy(self._job, local, tau, threshold)
         return scores.redundancy(self.keys, self.positions, self.block_size, local, tau, threshold)
 
     def value_norms(self) -> torch.Tensor:
         """Euclidean norm of each token's value, ``[L, H, T]`` fp32."""
-        if self._native is not None:
-            return self._native.value_norms(self._job)
+        if self._kernels is not None:
+            return self._kernels.value_norms(self._job)
         norms: torch.Tensor = torch.linalg.vector_norm(self.values.float(), dim=-1)
         return norms
 

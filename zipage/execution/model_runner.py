@@ -14,6 +14,7 @@ from zipage.attention.backend import StepInputs, make_backend
 from zipage.cache.kv_cache import KVCacheSpec
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
+from zipage.compression.kernels import KernelChoice
 from zipage.compression.policies import make_policy
 from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request
@@ -114,10 +115,13 @@ class ModelRunner:
                 seed=config.seed,
             )
             policy = make_policy(config.compression, config.policy_options)
-            use_native = False if config.attention_backend == "torch" else None
+            kernels: KernelChoice = "torch" if config.attention_backend == "torch" else "auto"
             # Beside decoding, more than one thread would only take the cores decoding needs.
             threads = 1 if config.compresses_beside(self.device.type) else None
-            self.compressor = Compressor(self.cache, policy, options, scale, use_native, threads)
+            self.compressor = Compressor(self.cache, policy, options, scale, kernels, threads)
+            if self.device.type == "cuda":
+                most = config.max_blocks_of(config.kv_budget) or 0
+                self.compressor.warm_up(min(most, self.cache.spec.num_blocks))
         self.sampler = Sampler(seed=config.seed, device=self.device)
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0

@@ -56,8 +56,9 @@ class ZipagePolicy(Policy):
         attention = view.attention(self.group, self.window_reduction)
         if self.value_power:
             norms = view.value_norms()
-            scale = norms.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            attention = attention * (norms / scale).pow(self.value_power)
+            scale = norms.mean(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+            weight = norms.div_(scale)
+            attention *= weight if self.value_power == 1 else weight.pow_(self.value_power)
         remembered = view.stored_scores * self.gamma if self.gamma and not view.first else None
         stored = attention if remembered is None else torch.maximum(attention, remembered)
         pooling = self.first_pooling if view.first else self.later_pooling
