@@ -48,22 +48,24 @@ SEAMS = (
     Seam("model forward", lambda e: e.core.runner.model, "forward", weight=3),
     Seam("attention", lambda e: e.core.runner.backend, "attend"),
     Seam("logits", lambda e: e.core.runner.model, "compute_logits"),
+    Seam("launch", lambda e: e.core.runner, "launch", weight=6),
+    Seam("launch's end", lambda e: e.core.runner, "launch", weight=6, after=True),
     Seam("prompt logprobs", lambda e: runner_module, "prompt_logprobs"),
     Seam("sampler", lambda e: e.core.runner.sampler, "sample", weight=3),
     Seam("sampler's end", lambda e: e.core.runner.sampler, "sample", weight=3, after=True),
-    Seam("sampler ahead", lambda e: e.core.runner.sampler, "launch", weight=3),
-    Seam("ahead, at its end", lambda e: e.core.runner.sampler, "launch", weight=3, after=True),
-    Seam("reading tokens", lambda e: LaunchedSample, "wait", contained=False),
-    Seam("compression", lambda e: e.core.runner, "compress", weight=3),
+    Seam("sampler ahead", lambda e: e.core.runner.sampler, "launch", weight=6),
+    Seam("ahead, at its end", lambda e: e.core.runner.sampler, "launch", weight=6, after=True),
+    Seam("reading tokens", lambda e: LaunchedSample, "wait", contained=False, weight=4),
+    Seam("compression", lambda e: e.core.runner, "compress", weight=6),
     Seam("compression kernel", lambda e: e.core.runner.compressor, "run", weight=2),
     Seam("kernel's end", lambda e: e.core.runner.compressor, "run", weight=4, after=True),
     Seam("executor submit", lambda e: e.core._executor, "submit", weight=2),
     Seam("executor poll", lambda e: e.core._executor, "poll", contained=False),
     Seam("executor wait", lambda e: e.core._executor, "wait", contained=False, weight=12),
-    Seam("swap out", lambda e: e.core.runner.swap, "swap_out", weight=4),
-    Seam("swap in", lambda e: e.core.runner.swap, "swap_in", weight=4),
-    Seam("swap out's end", lambda e: e.core.runner.swap, "swap_out", weight=4, after=True),
-    Seam("swap in's end", lambda e: e.core.runner.swap, "swap_in", weight=4, after=True),
+    Seam("swap out", lambda e: e.core.runner.swap, "swap_out", weight=9),
+    Seam("swap in", lambda e: e.core.runner.swap, "swap_in", weight=9),
+    Seam("swap out's end", lambda e: e.core.runner.swap, "swap_out", weight=9, after=True),
+    Seam("swap in's end", lambda e: e.core.runner.swap, "swap_in", weight=9, after=True),
     Seam("prompt encoding", lambda e: engine_module, "encode_prompt", weight=4),
     Seam("detokeniser start", lambda e: engine_module, "IncrementalDetokenizer"),
     Seam("detokeniser push", lambda e: IncrementalDetokenizer, "push", weight=3),
@@ -153,12 +155,14 @@ class Injector:
         return call
 
 
-def random_injector(rng: random.Random, caller_seams: tuple[str, ...]) -> Injector:
-    """Faults at one to three seams, alone or in bursts."""
-    names = [seam.name for seam in SEAMS] + list(caller_seams)
-    weights = [seam.weight for seam in SEAMS] + [6] * len(caller_seams)
+def random_injector(seed: int, rng: random.Random, caller_seams: tuple[str, ...]) -> Injector:
+    """Faults at up to three seams, alone or in bursts; every seam has its turn among the seeds."""
+    names = [SEAMS[seed % len(SEAMS)].name]
+    others = [seam.name for seam in SEAMS] + list(caller_seams)
+    weights = [seam.weight for seam in SEAMS] + [12] * len(caller_seams)
+    names += rng.choices(others, weights, k=rng.choice((0, 1, 2)))
     plan: dict[str, dict[int, type[Exception]]] = {}
-    for name in rng.choices(names, weights, k=rng.choice((1, 1, 2, 3))):
+    for name in names:
         start, length = rng.choice((1, 1, 1, 2, 3, 5, 13, 30)), rng.choice((1, 1, 1, 2, 5, 12))
         fault = InjectedFault if name in caller_seams else rng.choice(FAULTS)
         plan[name] = dict.fromkeys(range(start, start + length), fault)

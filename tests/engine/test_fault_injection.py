@@ -130,7 +130,7 @@ class Run:
             async_scheduling=rng.random() < 0.5,
             enable_prefix_caching=rng.random() < 0.7,
         )
-        self.injector: Injector = random_injector(rng, caller_seams)
+        self.injector: Injector = random_injector(seed, rng, caller_seams)
         self.outcomes: dict[str, Outcome] = {}
         self.dead = False
 
