@@ -24,7 +24,7 @@ def params_of(index: int, length: int = 70) -> SamplingParams:
     """Greedy and seeded requests by turns."""
     options: dict[str, Any] = {"temperature": 0.0}
     if index % 2:
-        options = {"temperature": 1.3, "seed": index, "logprobs": 1}
+        options = {"temperature": 1.3, "seed": index}
     return SamplingParams(max_tokens=length, ignore_eos=True, **options)
 
 
@@ -41,20 +41,37 @@ def run(llm: LLM, prompts: Sequence[list[int]]) -> list[RequestOutput]:
 
 def guard(llm: LLM, check: Callable[[StepPlan], None], after: bool = False) -> list[StepPlan]:
     """Let `check` see each plan before it is executed, or after; returns all that succeeded."""
-    runner, done = llm.engine.core.runner, []
-    inner = runner.execute
+    runner = llm.engine.core.runner
+    done: list[StepPlan] = []
 
-    def execute(plan: StepPlan) -> Any:
-        if not after:
-            check(plan)
-        output = inner(plan)
-        if after:
-            check(plan)
-        done.append(plan)
-        return output
+    def guarded(inner: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
+        def call(plan: StepPlan) -> Any:
+            if not after:
+                check(plan)
+            output = inner(plan)
+            if after:
+                check(plan)
+            done.append(plan)
+            return output
 
-    runner.execute = execute  # type: ignore[method-assign]
+        return call
+
+    runner.execute = guarded(runner.execute)  # type: ignore[method-assign]
+    runner.launch = guarded(runner.launch)  # type: ignore[method-assign]
     return done
+
+
+def count_launches(llm: LLM) -> list[Any]:
+    """What steps that run while the next one is planned give, in a list that grows."""
+    runner = llm.engine.core.runner
+    inner, launched = runner.launch, []
+
+    def launch(plan: StepPlan) -> Any:
+        launched.append(inner(plan))
+        return launched[-1]
+
+    runner.launch = launch  # type: ignore[method-assign]
+    return launched
 
 
 def decodes_only(plan: StepPlan) -> bool:
@@ -62,8 +79,11 @@ def decodes_only(plan: StepPlan) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("poisoned", [0, 3, 5])
-def test_poisoned_request_fails_alone(small_model: Path, poisoned: int, after: bool) -> None:
+def test_poisoned_request_fails_alone(
+    small_model: Path, poisoned: int, ahead: bool, after: bool
+) -> None:
     """Whoever makes the step fail is found, whether it fails before or after the tokens were
     drawn; the others get their text, the seeded ones too."""
 
@@ -74,7 +94,7 @@ def test_poisoned_request_fails_alone(small_model: Path, poisoned: int, after: b
                 raise ValueError("bad row")
 
     expected = solo(small_model, PROMPTS)
-    with make_small_llm(small_model) as llm:
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
         guard(llm, check, after)
         outputs = run(llm, PROMPTS)
     for i, output in enumerate(outputs):
@@ -86,7 +106,8 @@ def test_poisoned_request_fails_alone(small_model: Path, poisoned: int, after: b
             assert tokens_of(output) == expected[i]
 
 
-def test_failure_that_does_not_come_back_harms_nobody(small_model: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_failure_that_does_not_come_back_harms_nobody(small_model: Path, ahead: bool) -> None:
     calls = 0
 
     def check(plan: StepPlan) -> None:
@@ -96,10 +117,12 @@ def test_failure_that_does_not_come_back_harms_nobody(small_model: Path) -> None
             raise RuntimeError("hiccup")
 
     expected = solo(small_model, PROMPTS)
-    with make_small_llm(small_model) as llm:
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
         guard(llm, check, after=True)
+        launched = count_launches(llm)
         assert [tokens_of(o) for o in run(llm, PROMPTS)] == expected
         assert llm.stats().generated_tokens == 70 * len(PROMPTS), "no token is drawn twice"
+        assert bool(launched) is ahead
 
 
 def test_failure_of_every_attempt_fails_the_steps_requests_only(small_model: Path) -> None:
@@ -132,8 +155,11 @@ def test_failure_of_every_attempt_fails_the_steps_requests_only(small_model: Pat
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."),
     ],
 )
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_out_of_memory_shrinks_the_step(small_model: Path, fault: Exception, after: bool) -> None:
+def test_out_of_memory_shrinks_the_step(
+    small_model: Path, fault: Exception, ahead: bool, after: bool
+) -> None:
     """Halves fit: nobody fails, nothing is sampled twice."""
 
     def check(plan: StepPlan) -> None:
@@ -142,7 +168,7 @@ def test_out_of_memory_shrinks_the_step(small_model: Path, fault: Exception, aft
 
     prompts = [*PROMPTS, [50 + i for i in range(60)]]
     expected = solo(small_model, prompts)
-    with make_small_llm(small_model) as llm:
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
         done = guard(llm, check, after)
         assert [tokens_of(o) for o in run(llm, prompts)] == expected
         assert max(plan.num_tokens for plan in done) == 32
