@@ -82,8 +82,10 @@ def make_cache(blocks: int, block_size: int, window: int) -> KVCache:
     cache.kv.normal_()
     cache.queries.normal_()
     cache.scores.uniform_()
+    # Blocks of the requests alternate; each request's are a text in order.
     slots = torch.arange(blocks * block_size, dtype=torch.int32, device=DEVICE)
-    cache.positions.copy_(slots.view(blocks, 1, block_size).repeat(REQUESTS, 1, 1))
+    text = slots.view(blocks, 1, block_size).repeat_interleave(REQUESTS, 0)
+    cache.positions.copy_(text.expand(LAYERS, -1, KV_HEADS, -1))
     return cache
 
 
