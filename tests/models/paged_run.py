@@ -38,8 +38,9 @@ class PlainBackend(AttentionBackend):
             if weight is not None:
                 norm = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + transform.norm_eps)
                 x = x * norm * weight.float()
-            a, b = x.chunk(2, -1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            half = cos.shape[-1]
+            a, b, rest = x.split((half, half, dim - 2 * half), -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
         q, k = prepare(q, transform.q_norm), prepare(k, transform.k_norm)
         kv = self.cache.kv[layer]

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel
 
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.errors import ConfigError
-from zipage.models.config import load_model_config
+from zipage.models.config import MoEConfig, load_model_config
 from zipage.models.decoder import Decoder
 from zipage.models.loader import load_model, resolve_model_path
+from zipage.models.moe import MixtureOfExperts
+from zipage.models.registry import ARCHITECTURES
 
 from .paged_run import BACKENDS, PagedRun
 
@@ -92,6 +94,49 @@ def test_rows_do_not_depend_on_each_other(
         assert torch.equal(run.step({0: tokens[:rows]})[0], whole[:rows])
 
 
+@pytest.mark.parametrize(("backend_name", "threads"), [("plain", 1), ("native", 1), ("native", 2)])
+@pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
+def test_experts_do_not_depend_on_the_batch(
+    case: str,
+    backend_name: str,
+    threads: int,
+    checkpoint: Checkpoint,
+    set_threads: Callable[[int], None],
+) -> None:
+    """fp32: bit-equal hidden states however many rows an expert gets, alone and in a crowd."""
+    if backend_name not in BACKENDS:
+        pytest.skip("no native kernels here")
+    set_threads(threads)
+    path, _ = checkpoint(case)
+    decoder = load_model(load_model_config(path), path)
+    tokens = random_tokens(9, 97, 0)
+    alone = PagedRun(decoder, BACKENDS[backend_name], max_len=16)
+    first, second = alone.step({0: tokens[:8]})[0], alone.step({0: tokens[8:]})[0]
+    for others, count in ((1, 3), (20, 1), (7, 24)):
+        crowd = PagedRun(decoder, BACKENDS[backend_name], num_sequences=others + 1, max_len=32)
+        batch = {s: random_tokens(count, 97, s) for s in range(others)}
+        assert torch.equal(crowd.step({**batch, others: tokens[:8]})[others], first)
+        batch = {s: random_tokens(1, 97, s) for s in range(0, others, 2)}
+        assert torch.equal(crowd.step({others: tokens[8:], **batch})[others], second)
+
+
+def test_experts_of_many_rows(set_threads: Callable[[int], None]) -> None:
+    """fp32, torch: bit-equal rows where threads split the elementwise operations of an expert."""
+    set_threads(2)
+    names = ARCHITECTURES["Qwen3MoeForCausalLM"].moe
+    assert names is not None
+    config = MoEConfig(names, 4, 2, 1003, True, frozenset({0}))
+    moe = MixtureOfExperts(config, 64, 1003, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for weight in moe.parameters():
+        weight.data.normal_(0.0, 0.1, generator=generator)
+    x = torch.randn(400, 64, generator=generator)
+    with torch.inference_mode():
+        whole = moe(x)
+        for begin in range(0, 400, 4):
+            assert torch.equal(moe(x[begin : begin + 4]), whole[begin : begin + 4])
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied-biases"])
 def test_logits_of_a_row_do_not_depend_on_the_others(case: str, checkpoint: Checkpoint) -> None:
     path, _ = checkpoint(case)
@@ -136,6 +181,9 @@ class Ranks:
         ("llama", 4),
         ("qwen2", 2),
         ("qwen3-tied-biases", 2),
+        ("qwen3-moe-mixed", 2),
+        ("mixtral", 2),
+        ("phi3-partial-tied", 2),
     ],
 )
 def test_tensor_parallel_shards(case: str, size: int, checkpoint: Checkpoint) -> None:
@@ -162,13 +210,14 @@ def test_tensor_parallel_shards(case: str, size: int, checkpoint: Checkpoint) ->
     for decoder, logits in results:
         assert decoder.num_heads == config.num_heads // size
         assert decoder.num_kv_heads == max(1, config.num_kv_heads // size)
-        layer, full = decoder.decoder_layers[0], whole.decoder_layers[0]
-        assert layer.down_weight.shape[1] == full.down_weight.shape[1] // size
+        for layer, full in zip(decoder.decoder_layers, whole.decoder_layers, strict=True):
+            mine, theirs = layer.moe or layer, full.moe or full
+            assert mine.down_weight.shape[-1] == theirs.down_weight.shape[-1] // size
         assert (logits - expected).abs().max().item() <= 1e-4
     assert torch.equal(results[0][1], results[-1][1])
 
 
-@pytest.mark.parametrize(("case", "size"), [("llama", 3), ("llama-9-3-heads", 9)])
+@pytest.mark.parametrize(("case", "size"), [("llama", 3), ("llama-9-3-heads", 9), ("qwen3-moe", 8)])
 def test_impossible_split(case: str, size: int, checkpoint: Checkpoint) -> None:
     path, _ = checkpoint(case)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size {size}"):

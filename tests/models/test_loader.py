@@ -202,10 +202,80 @@ def test_truncated_file(kept: float, broken: Callable[..., Path]) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("case", ["qwen3-moe", "mixtral"])
+def test_fused_experts(case: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The two tensors per layer that transformers 5 can write give what one per expert gives."""
+    path, _ = checkpoint(case)
+    moe = load_model_config(path).moe
+    assert moe is not None
+    names = moe.names
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(3):
+        base = f"model.layers.{layer}."
+
+        def stacked(part: str, base: str = base) -> torch.Tensor:
+            return torch.stack(
+                [
+                    tensors.pop(f"{base}{names.block}.experts.{expert}.{part}.weight")
+                    for expert in range(moe.num_experts)
+                ]
+            )
+
+        router = tensors.pop(f"{base}{names.block}.gate.weight")
+        fused = torch.cat([stacked(names.gate), stacked(names.up)], dim=1)
+        tensors[f"{base}mlp.gate.weight"] = router
+        tensors[f"{base}mlp.experts.gate_up_proj"] = fused
+        tensors[f"{base}mlp.experts.down_proj"] = stacked(names.down)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(path / "config.json", tmp_path)
+    assert_equal_weights(load(tmp_path), load(path))
+
+
+def test_missing_expert(broken: Callable[..., Path]) -> None:
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    with pytest.raises(ModelError, match=f"missing: {name}"):
+        load(broken("qwen3-moe", lambda tensors: tensors.pop(name)))
+
+
+def test_fused_projections_of_a_wrong_shape(broken: Callable[..., Path]) -> None:
+    def cut(tensors: Tensors) -> None:
+        name = "model.layers.2.self_attn.qkv_proj.weight"
+        tensors[name] = tensors[name][:-1].clone()
+
+    message = r"wrong shape: model\.layers\.2\.self_attn\.qkv_proj\.weight \[127, 64\]"
+    with pytest.raises(ModelError, match=message):
+        load(broken("phi3", cut))
+
+
+def test_wrong_weights_beside_the_right_ones(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Neither beside an index nor beside model.safetensors is any other weight file read."""
+    path, model = checkpoint("qwen2")
+    expected = load(path)
+    wrong = {name: weight + 1 for name, weight in load_file(path / "model.safetensors").items()}
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    shutil.copytree(path, single)
+    model.save_pretrained(sharded, max_shard_size="40KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    save_file(wrong, sharded / "model.safetensors")
+    for directory in (single, sharded):
+        save_file(wrong, directory / "consolidated.safetensors")
+        save_file({"lora": torch.zeros(1)}, directory / "adapter_model.safetensors")
+        (directory / "model-00009-of-00009.safetensors").write_bytes(b"left over")
+        (directory / "pytorch_model.bin").write_bytes(b"left over")
+        assert_equal_weights(load(directory), expected)
+
+
+def test_pickled_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = load_model_config(checkpoint("llama")[0])
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"pytorch_model-00001-of-00002\.bin is a pickle.*convert"):
+        load_model(config, tmp_path)
+
+
 def test_no_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = load_model_config(checkpoint("llama")[0])
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match="holds neither"):
+    (tmp_path / "weights.pth").write_bytes(b"")
+    with pytest.raises(ModelError, match="holds neither.*converted to safetensors"):
         load_model(config, tmp_path)
 
 

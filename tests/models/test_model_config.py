@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from zipage.errors import ModelError
 from zipage.models.config import load_model_config
 from zipage.models.loader import resolve_model_path
+from zipage.models.registry import ARCHITECTURES, REFUSED, UnknownArchitectureError
 from zipage.models.rope import RopeParameters
 
-from .checkpoints import REMOVED
+from .checkpoints import CASES, LONGROPE, REMOVED
 
 Checkpoint = Callable[..., tuple[Path, PreTrainedModel]]
 Edited = Callable[..., Path]
@@ -75,6 +76,83 @@ def test_old_and_new_spelling_agree(checkpoint: Checkpoint, edited: Edited) -> N
     assert old.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_in_the_old_spelling(case: str, checkpoint: Checkpoint, edited: Edited) -> None:
+    """`rope_theta` and `rope_scaling` at the top give what `rope_parameters` gives."""
+    path, _ = checkpoint(case)
+    raw = json.loads((path / "config.json").read_text())
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    new: dict[str, Any] = {"rope_parameters": rope or {"rope_type": "default"}}
+    new["rope_parameters"].setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    removed = {"rope_theta": REMOVED, "rope_scaling": REMOVED, "partial_rotary_factor": REMOVED}
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if raw.get(key) is not None:
+            new["rope_parameters"].setdefault(key, raw[key])
+    config = load_model_config(edited(path, **{**removed, **new}))
+
+    old = dict(new["rope_parameters"])
+    top = {key: old.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in old}
+    rope_type = old.pop("rope_type", "default")
+    scaling = {**old, "type": rope_type} if rope_type != "default" else None
+    removed = {"rope_parameters": REMOVED, "num_local_experts": REMOVED}
+    if config.moe and config.moe.names.block == "mlp":
+        top["num_experts"] = config.moe.num_experts
+    elif config.moe:
+        top["num_local_experts"] = config.moe.num_experts
+    old_config = load_model_config(edited(path, **{**removed, **top, "rope_scaling": scaling}))
+    assert old_config == config == load_model_config(path)
+
+
+def test_mixture_of_experts(checkpoint: Checkpoint, edited: Edited) -> None:
+    moe = load_model_config(checkpoint("qwen3-moe-mixed")[0]).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (6, 3, 40)
+    assert moe.layers == {1}
+    assert not moe.renormalise
+    moe = load_model_config(checkpoint("mixtral")[0]).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (5, 2, 100)
+    assert moe.layers == {0, 1, 2}
+    assert moe.renormalise
+    dense = edited(checkpoint("qwen3-moe")[0], mlp_only_layers=[0, 1, 2])
+    assert load_model_config(dense).moe is None
+
+
+def test_sliding_window_by_length(checkpoint: Checkpoint, edited: Edited) -> None:
+    for case, changes in (
+        ("phi3", {"sliding_window": 100}),
+        ("mistral", {"sliding_window": 100}),
+        ("qwen3", {"sliding_window": 100, "layer_types": ["sliding_attention"] * 3}),
+    ):
+        path = edited(checkpoint(case)[0], **changes)
+        load_model_config(path, max_model_len=100)
+        with pytest.raises(ModelError, match="max_model_len=100"):
+            load_model_config(path, max_model_len=101)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_architectures(name: str, checkpoint: Checkpoint, edited: Edited) -> None:
+    with pytest.raises(ModelError, match=f"architecture {name} is not supported: it has "):
+        load_model_config(edited(checkpoint("llama")[0], architectures=[name]))
+
+
+def test_unknown_architecture_is_told_apart(checkpoint: Checkpoint, edited: Edited) -> None:
+    assert not REFUSED.keys() & ARCHITECTURES.keys()
+    with pytest.raises(UnknownArchitectureError, match=r"config\.json.*GPT2LMHeadModel"):
+        load_model_config(edited(checkpoint("llama")[0], architectures=["GPT2LMHeadModel"]))
+
+
+def test_default_sampling(checkpoint: Checkpoint, edited: Edited) -> None:
+    path = edited(checkpoint("llama")[0])
+    assert load_model_config(path).default_sampling() == {"temperature": 0.0}
+    generation = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
+    (path / "generation_config.json").write_text(json.dumps({**generation, "do_sample": True}))
+    assert load_model_config(path).default_sampling() == generation
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert load_model_config(path).default_sampling() == greedy
+
+
 def test_head_dim(checkpoint: Checkpoint, edited: Edited) -> None:
     assert load_model_config(checkpoint("llama-head-dim")[0]).head_dim == 24
     assert load_model_config(edited(checkpoint("qwen2")[0], head_dim=REMOVED)).head_dim == 16
@@ -118,6 +196,17 @@ def test_unused_sliding_window(
         ("llama", {"architectures": REMOVED}, "unsupported architecture: none"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "spiral"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5.*LlamaFor"),
+        ("phi3-partial-tied", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "rotates 3 of"),
+        (
+            "phi3-longrope",
+            {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}},
+            "needs 8",
+        ),
+        ("phi3", {"sliding_window": 100}, "sliding_window 100.*max_model_len=100"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 5"),
+        ("qwen3-moe", {"moe_intermediate_size": REMOVED}, "moe_intermediate_size"),
+        ("llama", {"eos_token_id": "2"}, "eos_token_id.*'2'"),
         ("llama", {"num_hidden_layers": REMOVED}, "num_hidden_layers.*None"),
         ("llama", {"hidden_size": -3}, "hidden_size.*-3"),
         ("llama", {"vocab_size": True}, "vocab_size"),

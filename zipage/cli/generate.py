@@ -160,19 +160,6 @@ def _open_output(path: Path | None) -> Iterator[TextIO]:
         yield stream
 
 
-def model_sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling options a model asks for in its generation_config.json; greedy unless it says
-    ``do_sample``. Its length limit is left out, as reasoning models run to the end."""
-    defaults: dict[str, Any] = {"temperature": 0.0}
-    if "repetition_penalty" in generation:
-        defaults["repetition_penalty"] = generation["repetition_penalty"]
-    if generation.get("do_sample"):
-        defaults["temperature"] = generation.get("temperature", 1.0)
-        names = ("top_p", "top_k", "min_p")
-        defaults |= {name: generation[name] for name in names if name in generation}
-    return defaults
-
-
 class _Job:
     """The records in the engine, and their answers on the way out."""
 
@@ -186,10 +173,7 @@ class _Job:
         self.llm = llm
         self.engine = llm.engine
         self.records = records
-        self.options = {
-            **model_sampling_defaults(self.engine.core.runner.model_config.generation_defaults),
-            **given,
-        }
+        self.options = {**self.engine.core.runner.model_config.default_sampling(), **given}
         self.chat = chat
         self._live: dict[str, InputRecord] = {}
 

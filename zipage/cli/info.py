@@ -68,7 +68,8 @@ def info(
     from zipage.models.config import load_model_config
 
     config = EngineConfig.from_options({"model": model, **engine})
-    model_config = load_model_config(_config_directory(model, config.revision))
+    directory = _config_directory(model, config.revision)
+    model_config = load_model_config(directory, config.max_model_len)
     facts = describe(config, model_config, lengths)
     if json_output:
         typer.echo(json.dumps(facts, indent=2))

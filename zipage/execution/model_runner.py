@@ -67,7 +67,7 @@ class ModelRunner:
         self.config = config
         self.device = resolve_device(config.device)
         self.model_path = resolve_model_path(config.model, config.revision)
-        self.model_config = load_model_config(self.model_path)
+        self.model_config = load_model_config(self.model_path, config.max_model_len)
         limit = self.model_config.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
         if self.max_model_len > limit:
@@ -82,6 +82,7 @@ class ModelRunner:
             device=self.device,
             load_format=config.load_format,
             seed=config.seed,
+            max_positions=self.max_model_len,
         )
         mc = self.model_config
         spec = KVCacheSpec(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zipage.errors import ModelError
-from zipage.models.registry import Architecture, find_architecture
+from zipage.models.registry import Architecture, MoENames, find_architecture
 from zipage.models.rope import RopeParameters, parse_rope_parameters
 
 DTYPES = {
@@ -32,6 +32,27 @@ _GENERATION_FIELDS = (
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLP of some layers.
+
+    Attributes:
+        names: how checkpoints spell it.
+        num_experts: experts of a layer.
+        experts_per_token: how many of them compute a token.
+        intermediate_size: of one expert.
+        renormalise: the chosen experts' weights are divided by their sum.
+        layers: indices of the layers that have it; the others have the plain MLP.
+    """
+
+    names: MoENames
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only model, read from a Hugging Face directory.
 
@@ -44,7 +65,10 @@ class ModelConfig:
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: RMSNorm over each query and key head.
         tie_word_embeddings: the output head is the embedding matrix.
-        max_position_embeddings: longest text in tokens the model was made for.
+        fused_projections: checkpoints hold q, k, v and gate, up as one tensor each.
+        moe: the mixture of experts, or None.
+        max_position_embeddings: longest text in tokens the model was made for; what ``yarn`` and
+            ``dynamic`` RoPE stretch it to included.
         dtype: dtype of the checkpoint.
         eos_token_ids: every token that ends a text.
         bos_token_id: token that begins a text, if any.
@@ -71,13 +95,36 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fused_projections: bool = False
+    moe: MoEConfig | None = None
+
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling options the model asks for in its generation_config.json.
+
+        Greedy unless it says ``do_sample``. Its length limit is left out, as reasoning models run
+        to the end.
+
+        Returns:
+            names and values of fields of `SamplingParams`.
+        """
+        generation = self.generation_defaults
+        defaults: dict[str, Any] = {"temperature": 0.0}
+        if "repetition_penalty" in generation:
+            defaults["repetition_penalty"] = generation["repetition_penalty"]
+        if generation.get("do_sample"):
+            defaults["temperature"] = generation.get("temperature", 1.0)
+            names = ("top_p", "top_k", "min_p")
+            defaults |= {name: generation[name] for name in names if name in generation}
+        return defaults
 
 
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read config.json and, where present, generation_config.json.
 
     Args:
         path: a Hugging Face model directory.
+        max_model_len: longest text in tokens the model will be run on, if less than its longest:
+            a model with a sliding window runs on texts no longer than the window.
 
     Raises:
         ModelError: a file is missing or broken, or the model needs something the decoder does
@@ -88,12 +135,18 @@ def load_model_config(path: Path) -> ModelConfig:
     generation_file = path / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     try:
-        return _parse(raw, generation)
+        return parse_model_config(raw, generation, max_model_len)
     except ModelError as error:
-        raise ModelError(f"{path / 'config.json'}: {error}") from None
+        # The same type: an unknown architecture must stay one.
+        raise type(error)(f"{path / 'config.json'}: {error}") from None
 
 
-def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    max_model_len: int | None = None,
+) -> ModelConfig:
+    """Read the contents of config.json and generation_config.json; see `load_model_config`."""
     name, options = find_architecture(raw.get("architectures") or [])
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
@@ -108,7 +161,6 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     num_layers = _positive(raw, "num_hidden_layers")
     num_heads = _positive(raw, "num_attention_heads")
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
-    longest = _positive(raw, "max_position_embeddings")
     even_share = hidden_size // num_heads if hidden_size % num_heads == 0 else None
     head_dim = _positive(raw, "head_dim", options.head_dim or even_share)
     if num_heads % num_kv_heads:
@@ -118,7 +170,15 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         )
     if head_dim % 2:
         raise ModelError(f"head_dim {head_dim} must be even")
-    _refuse_sliding_window(raw, options, num_layers, longest)
+    rope = parse_rope_parameters(raw)
+    rope.check_head_dim(head_dim)
+    if rope.partial_rotary_factor != 1 and not options.partial_rotary:
+        raise ModelError(
+            f"partial_rotary_factor {rope.partial_rotary_factor} is not supported with {name}, "
+            f"only 1"
+        )
+    longest = rope.stretched(_positive(raw, "max_position_embeddings"))
+    _refuse_sliding_window(raw, options, num_layers, longest, max_model_len)
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
@@ -140,7 +200,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=parse_rope_parameters(raw),
+        rope=rope,
         qkv_bias=option(options.qkv_bias),
         o_bias=option(options.o_bias),
         mlp_bias=option(options.mlp_bias),
@@ -148,32 +208,71 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         max_position_embeddings=longest,
         dtype=DTYPES[dtype],
-        eos_token_ids=_token_ids(generation.get("eos_token_id"))
-        or _token_ids(raw.get("eos_token_id")),
+        eos_token_ids=_token_ids("eos_token_id", generation.get("eos_token_id"))
+        or _token_ids("eos_token_id", raw.get("eos_token_id")),
         bos_token_id=bos_token_id,
         generation_defaults={
             key: generation[key] for key in _GENERATION_FIELDS if generation.get(key) is not None
         },
+        fused_projections=options.fused_projections,
+        moe=_parse_moe(raw, options.moe, num_layers) if options.moe else None,
+    )
+
+
+def _parse_moe(raw: Mapping[str, Any], names: MoENames, num_layers: int) -> MoEConfig | None:
+    """The mixture of experts, or None if no layer has one."""
+    # transformers 5 saves every family's number of experts as num_local_experts.
+    num_experts = _positive(raw, "num_local_experts", raw.get("num_experts"))
+    experts_per_token = _positive(raw, "num_experts_per_tok")
+    if experts_per_token > num_experts:
+        raise ModelError(
+            f"num_experts_per_tok {experts_per_token} exceeds the {num_experts} experts"
+        )
+    step = _positive(raw, "decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers") or ())
+    layers = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    if not layers:
+        return None
+    renormalise = names.renormalise
+    return MoEConfig(
+        names,
+        num_experts,
+        experts_per_token,
+        _positive(raw, names.intermediate_size),
+        bool(raw.get(renormalise, False)) if isinstance(renormalise, str) else renormalise,
+        layers,
     )
 
 
 def _refuse_sliding_window(
-    raw: Mapping[str, Any], options: Architecture, num_layers: int, longest: int
+    raw: Mapping[str, Any],
+    options: Architecture,
+    num_layers: int,
+    longest: int,
+    max_model_len: int | None,
 ) -> None:
     """Raise ModelError when a layer would attend to less than the whole text."""
-    other = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    types = set(raw.get("layer_types") or ())
+    other = sorted(types - {"full_attention", "sliding_attention"})
     if other:
         raise ModelError(f"layer_types {', '.join(other)} are not supported, only full_attention")
-    if options.window_switch:
+    window = raw.get("sliding_window", options.default_window)
+    if "sliding_attention" not in types:
+        if not options.window or window is None:
+            return
         # These families use the window in the layers from max_window_layers on.
         first = raw.get("max_window_layers", 28)
-        if not raw.get(options.window_switch, False) or first >= num_layers:
+        if options.window_switch and not (
+            raw.get(options.window_switch, False) and first < num_layers
+        ):
             return
-    window = raw.get("sliding_window", options.default_window)
-    if options.default_window and window is not None and window < longest:
+    elif window is None:
+        raise ModelError("layer_types has sliding_attention, but there is no sliding_window")
+    if window < min(longest, max_model_len or longest):
         raise ModelError(
             f"sliding-window attention (sliding_window {window} < max_position_embeddings "
-            f"{longest}) is not supported; only models that attend to the whole text are"
+            f"{longest}) is not supported; only texts that are attended to as a whole are: "
+            f"set max_model_len={window} or less"
         )
 
 
@@ -198,7 +297,10 @@ def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"{key} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)

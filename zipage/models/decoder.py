@@ -1,4 +1,4 @@
-"""The decoder: one inference-only transformer that Llama, Mistral, Qwen2 and Qwen3 are options of.
+"""The decoder: one inference-only transformer that Llama, Qwen, Mistral and Phi-3 are options of.
 
 Shapes: T' rows of one step (a multiple of 4), E hidden size, Q query heads, H KV heads, D head
 dimension, I intermediate size, V vocabulary size. Q, H and I are those of one tensor-parallel
@@ -17,28 +17,17 @@ from torch import nn
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.errors import ConfigError
 from zipage.models.config import ModelConfig
+from zipage.models.modules import WeightHolder, silu_mul
+from zipage.models.moe import MixtureOfExperts
 from zipage.models.rope import build_rope_tables
 
 if TYPE_CHECKING:
     from zipage.kernels.native.linear import PackedLinear
 
-# From this many elements on torch splits an elementwise operation between threads.
-_PARALLEL_ELEMENTS = 32768
-
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _WeightHolder(nn.Module):
-    """A module whose weights are allocated empty and read as plain attributes."""
-
-    def add_weight(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
-        weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        self.register_parameter(name, weight)
-        # Found in the instance, a weight costs no call of nn.Module.__getattr__ in every step.
-        self.__dict__[name] = weight
-
-
-class DecoderLayer(_WeightHolder):
+class DecoderLayer(WeightHolder):
     """Attention and MLP of one layer, each behind an RMSNorm and added to the residual.
 
     Attributes:
@@ -49,6 +38,7 @@ class DecoderLayer(_WeightHolder):
         o_weight, o_bias: ``[E, Q D]`` and ``[E]`` or None.
         gate_up_weight, gate_up_bias: ``[2 I, E]`` and ``[2 I]`` or None; rows of gate, then up.
         down_weight, down_bias: ``[E, I]`` and ``[E]`` or None.
+        moe: a mixture of experts in place of gate, up and down, which are None then; or None.
     """
 
     input_norm: torch.Tensor
@@ -63,6 +53,7 @@ class DecoderLayer(_WeightHolder):
     gate_up_bias: torch.Tensor | None
     down_weight: torch.Tensor
     down_bias: torch.Tensor | None
+    moe: MixtureOfExperts | None
 
     def __init__(self, model: Decoder, index: int) -> None:
         super().__init__()
@@ -71,6 +62,7 @@ class DecoderLayer(_WeightHolder):
         qkv = (model.num_heads + 2 * model.num_kv_heads) * head_dim
         # A bias after a sum over ranks must enter once, so the first rank alone holds it.
         first = model.tp_rank == 0
+        dense = config.moe is None or index not in config.moe.layers
         shapes: dict[str, tuple[int, ...] | None] = {
             "input_norm": (hidden,),
             "post_norm": (hidden,),
@@ -80,25 +72,27 @@ class DecoderLayer(_WeightHolder):
             "k_norm": (head_dim,) if config.qk_norm else None,
             "o_weight": (hidden, model.num_heads * head_dim),
             "o_bias": (hidden,) if config.o_bias and first else None,
-            "gate_up_weight": (2 * inner, hidden),
-            "gate_up_bias": (2 * inner,) if config.mlp_bias else None,
-            "down_weight": (hidden, inner),
-            "down_bias": (hidden,) if config.mlp_bias and first else None,
+            "gate_up_weight": (2 * inner, hidden) if dense else None,
+            "gate_up_bias": (2 * inner,) if dense and config.mlp_bias else None,
+            "down_weight": (hidden, inner) if dense else None,
+            "down_bias": (hidden,) if dense and config.mlp_bias and first else None,
         }
         for name, shape in shapes.items():
             if shape is None:
                 self.__dict__[name] = None
             else:
                 self.add_weight(name, *shape, dtype=model.dtype, device=model.device)
+        self.moe = None
+        if config.moe is not None and not dense:
+            self.moe = MixtureOfExperts(
+                config.moe, hidden, model.expert_size, model.dtype, model.device
+            )
         self.packed: _PackedLayer | None = None
         self.fused: _FusedLayer | None = None
         self.index = index
         self.norm_shape = (hidden,)
         self.norm_eps = config.norm_eps
         self.all_reduce = model.all_reduce
-        # Rows per call below which torch gives an elementwise operation to one thread.
-        self.serial_rows = max(1, _PARALLEL_ELEMENTS // inner)
-        self.split_rows = model.device.type == "cpu" and model.dtype == torch.float32
         self.transform = QKVTransform(
             self.q_norm, self.k_norm, config.norm_eps, model.cos, model.sin
         )
@@ -117,16 +111,11 @@ class DecoderLayer(_WeightHolder):
         self._add_reduced(x, F.linear(attended, self.o_weight, self.o_bias))
 
         h = F.rms_norm(x, self.norm_shape, self.post_norm, self.norm_eps)
-        gate_up = F.linear(h, self.gate_up_weight, self.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.split_rows and x.shape[0] > self.serial_rows:
-            # Threads would split the elements anywhere, and the ends of their shares are
-            # computed with another exponential: rows would depend on the batch.
-            for rows in torch.split(gate, self.serial_rows):
-                F.silu(rows, inplace=True)
-        else:
-            F.silu(gate, inplace=True)
-        self._add_reduced(x, F.linear(gate.mul_(up), self.down_weight, self.down_bias))
+        if self.moe is not None:
+            self._add_reduced(x, self.moe(h))
+            return
+        h = silu_mul(F.linear(h, self.gate_up_weight, self.gate_up_bias))
+        self._add_reduced(x, F.linear(h, self.down_weight, self.down_bias))
 
     def _add_reduced(self, x: torch.Tensor, partial: torch.Tensor) -> None:
         x.add_(partial if self.all_reduce is None else self.all_reduce(partial))
@@ -142,9 +131,14 @@ class _PackedLayer:
         self._add_rms_norm, self._silu_mul = add_rms_norm, silu_mul
         self.qkv = PackedLinear(layer.qkv_weight, layer.qkv_bias)
         self.o = PackedLinear(layer.o_weight, layer.o_bias)
+        for weight in (layer.qkv_weight, layer.o_weight):
+            weight.data = torch.empty(0)
+        if layer.moe is not None:
+            layer.moe.pack()
+            return
         self.gate_up = PackedLinear(layer.gate_up_weight, layer.gate_up_bias)
         self.down = PackedLinear(layer.down_weight, layer.down_bias)
-        for weight in (layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight):
+        for weight in (layer.gate_up_weight, layer.down_weight):
             weight.data = torch.empty(0)
 
     def forward(
@@ -153,8 +147,11 @@ class _PackedLayer:
         """`DecoderLayer.forward` with fused native operations."""
         qkv = self.qkv(self._add_rms_norm(x, None, layer.input_norm, layer.norm_eps))
         self.o.add_to(x, backend.attend(layer.index, qkv, layer.transform, step))
-        gate_up = self.gate_up(self._add_rms_norm(x, None, layer.post_norm, layer.norm_eps))
-        self.down.add_to(x, self._silu_mul(gate_up))
+        h = self._add_rms_norm(x, None, layer.post_norm, layer.norm_eps)
+        if layer.moe is not None:
+            x.add_(layer.moe(h))
+        else:
+            self.down.add_to(x, self._silu_mul(self.gate_up(h)))
 
 
 class _FusedLayer:
@@ -174,6 +171,9 @@ class _FusedLayer:
         attended = backend.attend(layer.index, qkv, layer.transform, step)
         self._add_product(layer, x, attended, layer.o_weight, layer.o_bias)
         h = self.rms_norm(x, layer.post_norm, layer.norm_eps)
+        if layer.moe is not None:
+            layer._add_reduced(x, layer.moe(h))
+            return
         gate_up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
         self._add_product(layer, x, self._silu_mul(gate_up), layer.down_weight, layer.down_bias)
 
@@ -191,7 +191,7 @@ class _FusedLayer:
             layer._add_reduced(x, F.linear(h, weight, bias))
 
 
-class Decoder(_WeightHolder):
+class Decoder(WeightHolder):
     """A decoder-only transformer for inference; device and dtype are fixed when it is built.
 
     Weights are left uninitialised: `zipage.models.loader.load_model` fills them.
@@ -209,6 +209,7 @@ class Decoder(_WeightHolder):
 
     Attributes:
         num_heads, num_kv_heads, intermediate_size: those of this rank.
+        expert_size: intermediate size of an expert on this rank; 0 without experts.
         scale: factor of the attention scores, ``D ** -0.5``.
         cos, sin: RoPE tables, see `QKVTransform`.
         embed_weight: ``[V, E]``.
@@ -248,6 +249,7 @@ class Decoder(_WeightHolder):
         self.num_heads = config.num_heads // tp_size
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
         self.intermediate_size = config.intermediate_size // tp_size
+        self.expert_size = config.moe.intermediate_size // tp_size if config.moe else 0
         self.scale = config.head_dim**-0.5
         self.cos, self.sin = build_rope_tables(
             config.rope, config.head_dim, max_positions or config.max_position_embeddings, device
@@ -335,9 +337,11 @@ def _check_split(config: ModelConfig, tp_size: int) -> None:
     """Raise ConfigError unless heads and MLP divide evenly over `tp_size` ranks."""
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     kv_fits = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
-    if heads % tp_size or inner % tp_size or not kv_fits:
+    expert = config.moe.intermediate_size if config.moe else 0
+    if heads % tp_size or inner % tp_size or expert % tp_size or not kv_fits:
         raise ConfigError(
             f"tensor_parallel_size {tp_size} does not fit this model: it must divide "
-            f"{heads} attention heads and the intermediate size {inner}, and divide or be a "
-            f"multiple of {kv_heads} KV heads"
+            f"{heads} attention heads and the intermediate size {inner}"
+            f"{f' (of an expert {expert})' if expert else ''}, and divide or be a multiple of "
+            f"{kv_heads} KV heads"
         )

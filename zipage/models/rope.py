@@ -1,7 +1,9 @@
 """Rotary position embedding: parameters from config.json, and the cosine and sine tables.
 
-RoPE is arXiv 2104.09864; `linear` is position interpolation (arXiv 2306.15595), `yarn` is
-arXiv 2309.00071, `llama3` is the frequency scaling published with Llama 3.1.
+RoPE is arXiv 2104.09864; `linear` is position interpolation (arXiv 2306.15595), `dynamic` is
+NTK-aware scaling that grows with the text (arXiv 2309.00071, section 3.3), `yarn` is
+arXiv 2309.00071, `longrope` is arXiv 2402.13753, `llama3` is the frequency scaling published with
+Llama 3.1.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 
 from zipage.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,15 @@ class RopeParameters:
         rope_type: one of `ROPE_TYPES`.
         theta: base of the frequencies.
         factor: how many times longer the context is made (all types but ``default``).
-        original_max_positions: context length of the pretraining (``llama3``, ``yarn``).
+        original_max_positions: context length of the pretraining (``dynamic``, ``llama3``,
+            ``yarn``, ``longrope``).
         low_freq_factor, high_freq_factor: bounds of the smoothed band (``llama3``).
         beta_fast, beta_slow: rotations that bound the ramp (``yarn``).
         truncate: round the ramp's bounds outward to whole dimensions (``yarn``).
-        attention_factor: multiplies the cosines and sines (``yarn``; 1 otherwise).
+        attention_factor: multiplies the cosines and sines (``yarn``, ``longrope``; 1 otherwise).
+        partial_rotary_factor: rotated share of each head.
+        short_factors, long_factors: divisors of the frequencies, one for each rotated pair of
+            dimensions, within the original length and beyond it (``longrope``).
     """
 
     rope_type: str = "default"
@@ -43,6 +49,41 @@ class RopeParameters:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated: the first ones."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def stretched(self, max_positions: int) -> int:
+        """The longest text of a model whose config.json names `max_positions`.
+
+        ``linear``, ``llama3`` and ``longrope`` models name the stretched length there, ``dynamic``
+        ones the original length, ``yarn`` ones either.
+        """
+        if self.rope_type in ("dynamic", "yarn"):
+            return max(max_positions, int(self.factor * self.original_max_positions))
+        return max_positions
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise ModelError unless the parameters fit heads of `head_dim` dimensions."""
+        rotated = self.rotary_dim(head_dim)
+        if rotated < 2 or rotated % 2:
+            raise ModelError(
+                f"partial_rotary_factor {self.partial_rotary_factor} rotates {rotated} of "
+                f"{head_dim} dimensions; it must be an even number of them"
+            )
+        if self.rope_type == "dynamic" and rotated < 4:
+            raise ModelError("rope type 'dynamic' needs at least 4 rotated dimensions")
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if self.rope_type == "longrope" and len(factors) != rotated // 2:
+                raise ModelError(
+                    f"rope type 'longrope' needs {rotated // 2} {name[:-1]} numbers, one for each "
+                    f"pair of rotated dimensions, got {len(factors)}"
+                )
 
 
 def parse_rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
@@ -54,78 +95,126 @@ def parse_rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
         raw: the whole config.json.
 
     Raises:
-        ModelError: the type is unknown, a parameter is missing or out of range, or RoPE covers
-            only a part of each head or differs between layers.
+        ModelError: the type is unknown, a parameter is missing or out of range, or RoPE differs
+            between layers.
     """
     found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ModelError(f"rope parameters must be an object, got {found!r}")
     if any(isinstance(value, Mapping) for value in found.values()):
         raise ModelError(f"rope parameters that differ between layers are not supported: {found}")
-    scaling = {key: value for key, value in found.items() if value is not None}
-    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported, only 1")
+    return _RopeParser(raw, found).parse()
 
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    if rope_type == "dynamic":
-        raise ModelError(
-            "rope type 'dynamic' is not supported: its frequencies change with the length of the "
-            "text, so cached keys would have to be rotated again"
+
+class _RopeParser:
+    """Reads one set of rope parameters."""
+
+    def __init__(self, raw: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.scaling = {key: value for key, value in found.items() if value is not None}
+        self.rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
+        # Early Phi-3 checkpoints call longrope so.
+        if self.rope_type == "su" or (self.rope_type == "yarn" and "short_factor" in self.scaling):
+            self.rope_type = "longrope"
+        self.longest = raw.get("max_position_embeddings")
+
+    def parse(self) -> RopeParameters:
+        if self.rope_type not in ROPE_TYPES:
+            raise ModelError(
+                f"unknown rope type {self.rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
+            )
+        if "rope_theta" not in self.scaling:
+            self.scaling["rope_theta"] = self.raw.get("rope_theta") or 10000.0
+        if "partial_rotary_factor" not in self.scaling:
+            self.scaling["partial_rotary_factor"] = self.raw.get("partial_rotary_factor") or 1.0
+        partial = self.number("partial_rotary_factor")
+        if partial > 1:
+            raise ModelError(f"partial_rotary_factor {partial} must be at most 1")
+        return RopeParameters(
+            self.rope_type,
+            self.number("rope_theta"),
+            partial_rotary_factor=partial,
+            **getattr(self, f"_{self.rope_type}")(),
         )
-    if rope_type not in ROPE_TYPES:
-        raise ModelError(f"unknown rope type {rope_type!r}; supported are {', '.join(ROPE_TYPES)}")
 
-    def number(name: str, default: float | None = None) -> float:
-        value = scaling.get(name, default)
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.scaling.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise ModelError(
-                f"rope type {rope_type!r} needs {name} as a positive number, got {value!r}"
+                f"rope type {self.rope_type!r} needs {name} as a positive number, got {value!r}"
             )
         return float(value)
 
-    if rope_type == "default":
-        return RopeParameters(theta=float(theta))
-    if rope_type == "linear":
-        return RopeParameters("linear", float(theta), number("factor"))
+    def original(self) -> int:
+        return int(
+            self.raw.get("original_max_position_embeddings")
+            or self.number("original_max_position_embeddings", self.longest)
+        )
 
-    longest = raw.get("max_position_embeddings")
-    original = int(
-        raw.get("original_max_position_embeddings")
-        or number("original_max_position_embeddings", longest)
-    )
-    if rope_type == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
+    def _default(self) -> dict[str, Any]:
+        return {}
+
+    def _linear(self) -> dict[str, Any]:
+        return {"factor": self.number("factor")}
+
+    def _dynamic(self) -> dict[str, Any]:
+        if not isinstance(self.longest, int):
+            raise ModelError("rope type 'dynamic' needs max_position_embeddings")
+        return {"factor": self.number("factor"), "original_max_positions": self.longest}
+
+    def _llama3(self) -> dict[str, Any]:
+        low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
         if high <= low:
             raise ModelError(
                 f"rope type 'llama3' needs high_freq_factor > low_freq_factor, got {high} and {low}"
             )
-        return RopeParameters(
-            "llama3",
-            float(theta),
-            number("factor"),
-            original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
+        return {
+            "factor": self.number("factor"),
+            "original_max_positions": self.original(),
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+        }
 
-    factor = number("factor", longest / original if longest else None)
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all:
-        default_attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
-    else:
-        default_attention = _yarn_mscale(factor, 1.0)
-    return RopeParameters(
-        "yarn",
-        float(theta),
-        factor,
-        original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=number("attention_factor", default_attention),
-    )
+    def _yarn(self) -> dict[str, Any]:
+        original = self.original()
+        factor = self.number("factor", self.longest / original if self.longest else None)
+        mscale, mscale_all = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        if mscale and mscale_all:
+            attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
+        else:
+            attention = _yarn_mscale(factor, 1.0)
+        return {
+            "factor": factor,
+            "original_max_positions": original,
+            "beta_fast": self.number("beta_fast", 32.0),
+            "beta_slow": self.number("beta_slow", 1.0),
+            "truncate": bool(self.scaling.get("truncate", True)),
+            "attention_factor": self.number("attention_factor", attention),
+        }
+
+    def _longrope(self) -> dict[str, Any]:
+        original = self.original()
+        factor = self.number("factor", self.longest / original if self.longest else None)
+        attention = 1.0
+        if factor > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
+        return {
+            "factor": factor,
+            "original_max_positions": original,
+            "attention_factor": self.number("attention_factor", attention),
+            "short_factors": self.factors("short_factor"),
+            "long_factors": self.factors("long_factor"),
+        }
+
+    def factors(self, name: str) -> tuple[float, ...]:
+        values = self.scaling.get(name)
+        if not isinstance(values, list) or not all(
+            isinstance(value, (int, float)) and value > 0 for value in values
+        ):
+            raise ModelError(
+                f"rope type 'longrope' needs {name} as a list of positive numbers, got {values!r}"
+            )
+        return tuple(map(float, values))
 
 
 def build_rope_tables(
@@ -133,28 +222,66 @@ def build_rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the cosine and sine tables of one model.
 
+    A row depends on its position alone, and with ``longrope`` on `max_positions`, so that a
+    token's key is the same in whatever chunk it is computed. Two types of RoPE change their
+    frequencies with the length of the text; for them that means:
+
+    - ``dynamic``: position p is rotated by the frequencies of a text of p + 1 tokens. So texts
+      within the original length, and texts that grow beyond it token by token, are computed as
+      transformers does, whose cached keys keep the frequencies of their time. A prompt longer
+      than the original length is not: there transformers rotates all of it by the frequencies of
+      its whole length.
+    - ``longrope``: the short factors if `max_positions` is within the original length, else the
+      long ones for all positions, as in vLLM; transformers chooses anew by the length of each
+      text.
+
     Args:
         rope: its parameters.
-        head_dim: D, even; every dimension is rotated.
+        head_dim: D, even.
         max_positions: rows of the tables, positions 0 to `max_positions` - 1.
         device: where the tables live.
 
     Returns:
-        cos, sin: ``[max_positions, D / 2]`` fp32, multiplied by the attention factor.
+        cos, sin: ``[max_positions, R / 2]`` fp32, R the rotated dimensions of a head, multiplied
+        by the attention factor.
     """
     # On the CPU for every device, so that all devices use the same frequencies.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotated = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     powers = rope.theta**exponents
-    if rope.rope_type == "yarn":
-        frequencies = _yarn_frequencies(rope, powers)
-    elif rope.rope_type == "llama3":
-        frequencies = _llama3_frequencies(rope, 1.0 / powers)
-    else:
-        frequencies = 1.0 / powers / rope.factor
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
+    if rope.rope_type == "dynamic":
+        angles = positions[:, None] * _dynamic_frequencies(rope, exponents, positions)
+    else:
+        if rope.rope_type == "yarn":
+            frequencies = _yarn_frequencies(rope, powers)
+        elif rope.rope_type == "llama3":
+            frequencies = _llama3_frequencies(rope, 1.0 / powers)
+        elif rope.rope_type == "longrope":
+            within = max_positions <= rope.original_max_positions
+            factors = rope.short_factors if within else rope.long_factors
+            frequencies = 1.0 / (torch.tensor(factors) * powers)
+        else:
+            frequencies = 1.0 / powers / rope.factor
+        angles = torch.outer(positions, frequencies)
     scale = rope.attention_factor
     return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+
+
+def _dynamic_frequencies(
+    rope: RopeParameters, exponents: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Frequencies ``[positions, R / 2]`` of texts that end with each position.
+
+    The base grows with the length, so that the lowest frequency is interpolated by the ratio of
+    the lengths and the highest is kept.
+    """
+    original = rope.original_max_positions
+    lengths = (positions + 1).clamp(min=original)
+    growth = rope.factor * lengths / original - (rope.factor - 1)
+    rotated = 2 * exponents.numel()
+    bases = rope.theta * growth ** (rotated / (rotated - 2))
+    return 1.0 / bases[:, None] ** exponents
 
 
 def _llama3_frequencies(rope: RopeParameters, frequencies: torch.Tensor) -> torch.Tensor:
