@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from zipage.errors import ModelError, RequestError
@@ -18,7 +19,8 @@ def load_tokenizer(
     """Loads the tokenizer of a model.
 
     Args:
-        path_or_name: a Hugging Face model directory or a hub id such as ``Qwen/Qwen3-0.6B``.
+        path_or_name: a Hugging Face model directory, a GGUF file, or a hub id such as
+            ``Qwen/Qwen3-0.6B``.
         revision: branch, tag or commit of the hub repository.
 
     Raises:
@@ -28,13 +30,19 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     name = os.path.expanduser(os.fspath(path_or_name))
-    if not os.path.isdir(name) and (os.path.isabs(name) or name.startswith(".")):
+    is_gguf = name.endswith(".gguf") and os.path.isfile(name)
+    if not os.path.isdir(name) and not is_gguf and (os.path.isabs(name) or name.startswith(".")):
         raise ModelError(
             f"model={name!r} is not a directory; give a Hugging Face model directory or a hub id "
             "such as Qwen/Qwen3-0.6B"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        if is_gguf:
+            from zipage.models.gguf import GGUFFile
+
+            tokenizer = GGUFFile(Path(name)).tokenizer()
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except Exception as error:  # a broken file surfaces as whatever its parser raises
         raise ModelError(
             f"the tokenizer of model={name!r} cannot be loaded ({type(error).__name__}: "
@@ -116,6 +124,8 @@ def apply_chat(
 
 
 def _advice(name: str) -> str:
+    if name.endswith(".gguf"):
+        return "give the directory or hub id of the model's tokenizer as tokenizer="
     if os.path.isdir(name):
         return "the directory needs a valid tokenizer.json (or tokenizer.model) of the model"
     return (

@@ -86,6 +86,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SeedOss",
         {"head_dim": 24, "attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
+    # Every row a multiple of the 32 numbers of a quantised block.
+    "llama-wide": ("Llama", {"intermediate_size": 96}),
+    "qwen3-moe-wide": ("Qwen3Moe", {**MOE, "norm_topk_prob": True, "moe_intermediate_size": 32}),
     "seed-oss-tied": (
         "SeedOss",
         {"attention_bias": False, "attention_out_bias": True, "tie_word_embeddings": True},

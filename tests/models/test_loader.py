@@ -275,7 +275,7 @@ def test_pickled_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_no_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = load_model_config(checkpoint("llama")[0])
     (tmp_path / "weights.pth").write_bytes(b"")
-    with pytest.raises(ModelError, match="holds neither.*converted to safetensors"):
+    with pytest.raises(ModelError, match=r"holds neither.*converted to safetensors"):
         load_model(config, tmp_path)
 
 

@@ -46,14 +46,21 @@ class Checkpoint(ABC):
 
 @contextlib.contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
-    """Open the weights of a model directory.
+    """Open the weights of a model.
 
-    These are the files that model.safetensors.index.json names, or model.safetensors where there
-    is no index; any other file is ignored.
+    Args:
+        path: a GGUF file, or a directory. Of a directory these are the files that
+            model.safetensors.index.json names, or model.safetensors where there is no index; any
+            other file is ignored.
 
     Raises:
         ModelError: files are missing, truncated or damaged.
     """
+    if path.suffix == ".gguf":
+        from zipage.models.gguf import GGUFCheckpoint, GGUFFile
+
+        yield GGUFCheckpoint(GGUFFile(path))
+        return
     with contextlib.ExitStack() as stack:
         yield _SafetensorsCheckpoint(path, stack)
 

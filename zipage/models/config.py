@@ -119,10 +119,10 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Read config.json and, where present, generation_config.json.
+    """Read config.json and, where present, generation_config.json, or what a GGUF file says.
 
     Args:
-        path: a Hugging Face model directory.
+        path: a Hugging Face model directory, or a GGUF file.
         max_model_len: longest text in tokens the model will be run on, if less than its longest:
             a model with a sliding window runs on texts no longer than the window.
 
@@ -131,14 +131,21 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
             not do: another architecture, activation or RoPE type, sliding-window attention,
             quantised weights.
     """
-    raw = _read_json(path / "config.json")
-    generation_file = path / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    if path.suffix == ".gguf":
+        from zipage.models.gguf import GGUFFile
+
+        source = path
+        raw, generation = GGUFFile(path).config()
+    else:
+        source = path / "config.json"
+        raw = _read_json(source)
+        generation_file = path / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.is_file() else {}
     try:
         return parse_model_config(raw, generation, max_model_len)
     except ModelError as error:
         # The same type: an unknown architecture must stay one.
-        raise type(error)(f"{path / 'config.json'}: {error}") from None
+        raise type(error)(f"{source}: {error}") from None
 
 
 def parse_model_config(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zipage.errors import ConfigError, ModelError
-from zipage.models.checkpoint import open_checkpoint
+from zipage.models.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from zipage.models.config import ModelConfig
 from zipage.models.decoder import AllReduce, Decoder
 from zipage.models.weight_plan import fill_weights
@@ -20,11 +20,12 @@ _HUB_STRAY_FILES = ["original/*", "consolidated*"]
 
 
 def resolve_model_path(name_or_path: str | Path | None, revision: str | None = None) -> Path:
-    """Find the directory of a model, downloading it if it is a hub id.
+    """Find the directory or GGUF file of a model, downloading it if it is a hub id.
 
     Args:
-        name_or_path: a local directory, a Hugging Face hub id, or None for the model inside the
-            package (also called ``zipage-tiny``).
+        name_or_path: a local directory, a GGUF file, a Hugging Face hub id, or None for the model
+            inside the package (also called ``zipage-tiny``). A directory whose only weights are
+            one GGUF file stands for that file.
         revision: branch, tag or commit of a hub model.
 
     Raises:
@@ -35,12 +36,16 @@ def resolve_model_path(name_or_path: str | Path | None, revision: str | None = N
         return embedded
     local = Path(name_or_path).expanduser()
     if local.is_dir():
+        return _only_gguf(local) or local
+    if local.suffix == ".gguf" and local.is_file():
         return local
     name = str(name_or_path)
     if name == EMBEDDED_MODEL:
         return embedded
     if local.exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise ModelError(f"model {name!r} is neither a directory nor a Hugging Face hub id")
+        raise ModelError(
+            f"model {name!r} is neither a directory nor a Hugging Face hub id nor a GGUF file"
+        )
 
     from huggingface_hub import snapshot_download
 
@@ -58,6 +63,23 @@ def resolve_model_path(name_or_path: str | Path | None, revision: str | None = N
             f"model {name!r} is not a local directory, and fetching it from the Hugging Face hub "
             f"failed: {type(error).__name__}: {error}"
         ) from error
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """The GGUF file of a directory without other weights.
+
+    Raises:
+        ModelError: there are several.
+    """
+    if any((directory / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)):
+        return None
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(
+            f"{directory} holds {len(files)} GGUF files: give one of them as the model, "
+            f"{', '.join(file.name for file in files)}"
+        )
+    return files[0] if files else None
 
 
 def load_model(
@@ -80,8 +102,7 @@ def load_model(
 
     Args:
         config: the model.
-        path: its directory: the files named by model.safetensors.index.json where there is one,
-            model.safetensors otherwise. Not read for dummy weights.
+        path: its directory or GGUF file, see `open_checkpoint`. Not read for dummy weights.
         dtype: dtype to run in; None for the checkpoint's.
         device: where to run.
         load_format: ``auto``, or ``dummy`` for random weights (normal, standard deviation 0.02).

@@ -150,13 +150,12 @@ class _Planner:
         if fused + "gate_up_proj" in self.names or fused + "down_proj" in self.names:
             self._whole(f"{base}mlp.gate.weight", moe.router_weight)
             every, columns = slice(None), slice(start, start + inner)
+            gate, up = torch.split(gate_up, inner, dim=1)
             self.targets[fused + "gate_up_proj"] = _Target(
                 (gate_up.shape[0], 2 * total, gate_up.shape[2]),
-                tuple(
-                    _Part((every, slice(at + start, at + start + inner)), destination)
-                    for at, destination in zip(
-                        (0, total), torch.split(gate_up, inner, dim=1), strict=True
-                    )
+                (
+                    _Part((every, columns), gate),
+                    _Part((every, slice(total + start, total + start + inner)), up),
                 ),
             )
             self.targets[fused + "down_proj"] = _Target(
