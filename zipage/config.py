@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zipage.errors import ConfigError, shown
+from zipage.models.shapes import SHAPES
 
 #: The value of `compression` that means none; there is no policy behind it.
 FULL = "full"
@@ -52,12 +53,17 @@ class EngineConfig:
     """Every option of the engine. An option has the same name in Python, CLI and docs.
 
     Attributes:
-        model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
+        model: local Hugging Face directory, GGUF file or hub id; None for the embedded
+            zipage-tiny.
         tokenizer: directory or hub id of the tokenizer; None for the model's own.
         revision: hub revision of both.
         dtype: ``auto`` (the checkpoint's on CUDA, float32 on CPU), float32, bfloat16 or float16.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        load_format: ``auto`` (safetensors) or ``dummy`` (random weights).
+        load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights; config.json is
+            enough).
+        model_shape: with ``load_format='dummy'`` in place of a model, the sizes of a well-known
+            one: ``qwen3-0.6b``, ``1.7b``, ``4b``, ``8b``, ``14b`` or ``32b``, ``r1-llama-8b`` or
+            ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
         seed: of unseeded sampling, of dummy weights and of the random policy.
         max_model_len: most tokens of prompt and answer; None for what the model was trained for.
         block_size: tokens of a KV block, a multiple of 16.
@@ -98,6 +104,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    model_shape: str | None = None
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 64
@@ -146,6 +153,13 @@ class EngineConfig:
                 raise ConfigError(f"{name}={shown(value)} must be a path, a hub name or None")
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("load_format", ("auto", "dummy"))
+        if self.model_shape is not None:
+            self._check_choice("model_shape", tuple(SHAPES))
+            if self.load_format != "dummy" or self.model is not None:
+                raise ConfigError(
+                    f"model_shape={self.model_shape!r} needs load_format='dummy' and no model: "
+                    f"it stands for random weights"
+                )
         self._check_choice("compaction", ("holes", "stable"))
         self._check_choice("admission", ("bounded", "optimistic"))
         self._check_choice("attention_backend", ("auto", "torch", "native", "triton"))

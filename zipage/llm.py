@@ -84,6 +84,7 @@ class LLM:
             prompts: a prompt or a list of them; a prompt is text, a list of token ids, or
                 ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``.
             sampling_params: one for all, or one each; None for greedy up to the model's length.
+                (`chat` takes the model's own defaults instead.)
             priority: one for all, or one each; lower runs earlier.
             on_step: called after every step with `EngineStats`. What it raises is raised here,
                 and ends the requests of this call.
@@ -119,7 +120,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         on_step: StepCallback | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template."""
+        """Answer one conversation or a list of them, through the model's chat template.
+
+        Without `sampling_params` the model's own are used, see `get_default_sampling_params`.
+        """
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         return self.generate(
             self.chat_prompts(messages, add_generation_prompt, chat_template_kwargs),
             sampling_params,
@@ -226,6 +232,16 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for; greedy unless it says ``do_sample``.
+
+        `dataclasses.replace` changes single options of it.
+
+        Raises:
+            RequestError: the file asks for something illegal.
+        """
+        return SamplingParams.from_dict(self.engine.core.runner.model_config.default_sampling())
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of now."""

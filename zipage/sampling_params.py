@@ -67,6 +67,8 @@ class SamplingParams:
             of the prompt's own one, at every prompt position but the first. The whole prompt is
             computed then, whatever the prefix cache holds.
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text of the tokens; without it outputs have token ids and an empty text,
+            and no tokenizer is needed.
         kv_budget: most KV cache tokens this request keeps per layer and KV head; None takes the
             engine's default.
         compression: "off" keeps the full KV cache of this request, "on" compresses it even if
@@ -96,6 +98,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     kv_budget: int | None = None
     compression: CompressionMode | None = None
 
@@ -126,8 +129,15 @@ class SamplingParams:
             seed = _integer("seed", self.seed, -(2**63), 2**63 - 1)
             self._set("seed", None if seed == -1 else seed)
         self._set("stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
+            raise _illegal("stop", self.stop, "empty with detokenize=False: it is found in text")
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
         if self.max_tokens is not None:

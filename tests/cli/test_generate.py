@@ -13,7 +13,6 @@ import pytest
 
 from tests.cli.invoke import Invocation, invoke
 from zipage import LLM, SamplingParams
-from zipage.cli.generate import model_sampling_defaults
 from zipage.engine.engine import LLMEngine
 
 PROBLEM = "Add these numbers.\n#1 74\n#2 79\nWhat is the sum (#1-#2)? No checks."
@@ -135,16 +134,6 @@ def test_sampling_options_reach_the_engine() -> None:
     assert stopped.stdout.endswith("Answer\n")
     several = generate(PROBLEM, "--n", "2", "--max-tokens", "3").stdout.removesuffix("\n")
     assert several.split("\n\n")[0] == several.split("\n\n")[1]
-
-
-def test_the_models_generation_config_decides_what_is_not_given() -> None:
-    assert model_sampling_defaults({}) == {"temperature": 0.0}
-    assert model_sampling_defaults({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0}
-    qwen = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert model_sampling_defaults({**qwen, "max_new_tokens": 10}) == expected
-    assert model_sampling_defaults({"do_sample": True}) == {"temperature": 1.0}
-    SamplingParams.from_dict(model_sampling_defaults(qwen))
 
 
 @pytest.mark.parametrize("asynchronous", ["--async-compression", "--no-async-compression"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from zipage import SamplingParams
 from zipage.errors import ModelError
 from zipage.models.config import load_model_config
 from zipage.models.loader import resolve_model_path
@@ -142,15 +144,21 @@ def test_unknown_architecture_is_told_apart(checkpoint: Checkpoint, edited: Edit
         load_model_config(edited(checkpoint("llama")[0], architectures=["GPT2LMHeadModel"]))
 
 
-def test_default_sampling(checkpoint: Checkpoint, edited: Edited) -> None:
-    path = edited(checkpoint("llama")[0])
-    assert load_model_config(path).default_sampling() == {"temperature": 0.0}
-    generation = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
-    (path / "generation_config.json").write_text(json.dumps({**generation, "do_sample": True}))
-    assert load_model_config(path).default_sampling() == generation
-    (path / "generation_config.json").write_text(json.dumps(generation))
-    greedy = {"temperature": 0.0, "repetition_penalty": 1.1}
-    assert load_model_config(path).default_sampling() == greedy
+def test_default_sampling() -> None:
+    config = load_model_config(resolve_model_path(None))
+
+    def defaults(generation: dict[str, Any]) -> dict[str, Any]:
+        return replace(config, generation_defaults=generation).default_sampling()
+
+    assert defaults({}) == {"temperature": 0.0}
+    assert defaults({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0}
+    qwen = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert defaults({**qwen, "max_new_tokens": 10}) == expected
+    assert defaults({"do_sample": True}) == {"temperature": 1.0}
+    penalised = {"temperature": 0.0, "repetition_penalty": 1.1}
+    assert defaults({"temperature": 0.6, "repetition_penalty": 1.1}) == penalised
+    SamplingParams.from_dict(defaults(qwen))
 
 
 def test_head_dim(checkpoint: Checkpoint, edited: Edited) -> None:

@@ -203,6 +203,7 @@ class _Run:
         params = SamplingParams(
             temperature=0.0,
             ignore_eos=True,
+            detokenize=self.engine.has_tokenizer,
             max_tokens=request.output_len,
             compression="off" if self.mode == "full" else None,
         )
@@ -282,9 +283,14 @@ def _step_times(seconds: Sequence[float]) -> StepTimes:
 
 
 def _warm_up(llm: LLM) -> None:
-    """Load the tokenizer, which decodes outputs, and run every kind of step once."""
-    llm.get_tokenizer()
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=4, compression="off")
+    """Load the tokenizer, if any, which decodes outputs, and run every kind of step once."""
+    params = SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=llm.engine.has_tokenizer,
+        max_tokens=4,
+        compression="off",
+    )
     llm.generate([[1, 2, 3]] * 2, params)
 
 

@@ -18,7 +18,7 @@ from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
 from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final, token_text
 from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
-from zipage.errors import ConfigError, EngineDeadError, RequestError, shown
+from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, shown
 from zipage.execution.sampler import SamplingState
 from zipage.outputs import (
     CompletionOutput,
@@ -68,7 +68,9 @@ class LLMEngine:
         runner = self.core.runner
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.model_config.vocab_size
-        self._tokenizer_source = config.tokenizer or str(runner.model_path)
+        self._tokenizer_source = config.tokenizer
+        if config.tokenizer is None and runner.model_path is not None:
+            self._tokenizer_source = str(runner.model_path)
         self._tokenizer: Any = None
         self._groups: dict[str, _Group] = {}
         self._ids = itertools.count()
@@ -77,10 +79,27 @@ class LLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded when first needed."""
+        """The tokenizer, loaded when first needed.
+
+        Raises:
+            ModelError: there is none, or it cannot be loaded.
+        """
         if self._tokenizer is None:
+            if self._tokenizer_source is None:
+                raise ModelError(
+                    f"model_shape={self.config.model_shape!r} has no tokenizer: give prompts as "
+                    f"token ids and set detokenize=False in SamplingParams, or name a tokenizer"
+                )
             self._tokenizer = load_tokenizer(self._tokenizer_source, self.config.revision)
         return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's tokenizer can be loaded; dummy weights may have none."""
+        try:
+            return self.tokenizer is not None
+        except ModelError:
+            return False
 
     # ------------------------------------------------------------------ submission
 
@@ -125,7 +144,8 @@ class LLMEngine:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}"
             )
         text, token_ids = self._resolve_prompt(prompt)
-        _ = self.tokenizer  # a model without one is refused here, not when its answer is decoded
+        if params.detokenize:
+            _ = self.tokenizer  # without one refused here, not when its answer is decoded
         params.verify(self.vocab_size)
         max_blocks = self._resolve_budget(params)
         max_tokens = self._resolve_max_tokens(params, len(token_ids), max_blocks)
@@ -252,7 +272,7 @@ class LLMEngine:
             index,
         )
         detokenizer = None
-        if group.stream or params.stop:
+        if params.detokenize and (group.stream or params.stop):
             detokenizer = IncrementalDetokenizer(
                 self.tokenizer,
                 group.prompt_token_ids,
@@ -346,7 +366,7 @@ class LLMEngine:
         if described or (update.token_ids and answer.detokenizer is not None):
             found = None
             try:
-                for entry in described:
+                for entry in described if answer.params.detokenize else ():
                     for candidate, logprob in entry.items():
                         logprob.decoded_token = token_text(self.tokenizer, candidate)
                 if answer.detokenizer is not None:
@@ -379,7 +399,7 @@ class LLMEngine:
                 if found is not None and reason in ("stop", "length"):
                     # Perhaps only now: its end may have waited for a character to be completed.
                     answer.finish_reason, answer.stop_reason = "stop", found
-            elif answer.output_token_ids:
+            elif answer.output_token_ids and answer.params.detokenize:
                 answer.text = decode_final(
                     self.tokenizer,
                     group.prompt_token_ids,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ from zipage.execution.logprobs import PromptRows, prompt_logprobs
 from zipage.execution.memory import make_pool, plan_pool
 from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
-from zipage.models.config import load_model_config
+from zipage.models.config import load_model_config, shape_model_config
 from zipage.models.loader import load_model, resolve_model_path
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class ModelRunner:
     """A model, its KV cache and everything that touches their tensors.
 
     Attributes:
+        model_path: the model's directory or GGUF file; None for a `model_shape`.
         model_config: the parsed checkpoint configuration.
         max_model_len: most tokens of prompt and answer.
         cache: the KV pool.
@@ -66,8 +68,12 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.device = resolve_device(config.device)
-        self.model_path = resolve_model_path(config.model, config.revision)
-        self.model_config = load_model_config(self.model_path, config.max_model_len)
+        self.model_path: Path | None = None
+        if config.model_shape is not None:
+            self.model_config = shape_model_config(config.model_shape, config.max_model_len)
+        else:
+            self.model_path = resolve_model_path(config.model, config.revision)
+            self.model_config = load_model_config(self.model_path, config.max_model_len)
         limit = self.model_config.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
         if self.max_model_len > limit:
@@ -140,7 +146,7 @@ class ModelRunner:
         self._stale_blocks: list[int] = []
         logger.info(
             "model %s, %s on %s, %d KV blocks of %d tokens, attention backend %s",
-            self.model_path,
+            self.model_path or config.model_shape,
             dtype,
             self.device,
             self.cache.spec.num_blocks,
@@ -151,6 +157,8 @@ class ModelRunner:
     def _capture_graphs(self, table_width: int) -> DecodeGraphs | None:
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
+        if self.model_config.moe is not None:
+            return None  # which rows an expert computes is known on the host alone
         from zipage.attention.triton_backend import TritonBackend
         from zipage.execution.cuda_graphs import DecodeGraphs
 

@@ -13,6 +13,7 @@ import torch
 from zipage.errors import ModelError
 from zipage.models.registry import Architecture, MoENames, find_architecture
 from zipage.models.rope import RopeParameters, parse_rope_parameters
+from zipage.models.shapes import SHAPES
 
 DTYPES = {
     "float32": torch.float32,
@@ -146,6 +147,11 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     except ModelError as error:
         # The same type: an unknown architecture must stay one.
         raise type(error)(f"{source}: {error}") from None
+
+
+def shape_model_config(shape: str, max_model_len: int | None = None) -> ModelConfig:
+    """The config of a well-known model, one of `SHAPES`; `max_model_len` as above."""
+    return parse_model_config(SHAPES[shape], {}, max_model_len)
 
 
 def parse_model_config(

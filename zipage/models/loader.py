@@ -15,6 +15,8 @@ from zipage.models.weight_plan import fill_weights
 
 EMBEDDED_MODEL = "zipage-tiny"
 
+# Prime, so that equal rows of a weight are far apart.
+_DUMMY_LENGTH = 4_194_301
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_STRAY_FILES = ["original/*", "consolidated*"]
 
@@ -84,7 +86,7 @@ def _only_gguf(directory: Path) -> Path | None:
 
 def load_model(
     config: ModelConfig,
-    path: Path,
+    path: Path | None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     load_format: str = "auto",
@@ -102,10 +104,11 @@ def load_model(
 
     Args:
         config: the model.
-        path: its directory or GGUF file, see `open_checkpoint`. Not read for dummy weights.
+        path: its directory or GGUF file, see `open_checkpoint`. Not needed for dummy weights.
         dtype: dtype to run in; None for the checkpoint's.
         device: where to run.
-        load_format: ``auto``, or ``dummy`` for random weights (normal, standard deviation 0.02).
+        load_format: ``auto``, or ``dummy`` for random weights (normal, standard deviation 0.02,
+            repeated after 4 million of them).
         seed: seed of dummy weights.
         tp_rank, tp_size, all_reduce, max_positions: see `Decoder`.
 
@@ -127,15 +130,28 @@ def load_model(
     if load_format == "dummy":
         _fill_dummy(decoder, seed)
     else:
+        if path is None:
+            raise ValueError("only dummy weights need no path")
         with open_checkpoint(path) as checkpoint:
             fill_weights(decoder, checkpoint)
     return decoder
 
 
 def _fill_dummy(decoder: Decoder, seed: int) -> None:
+    """Cut all weights from one long random sequence: drawing billions of numbers takes minutes."""
     generator = torch.Generator(decoder.device).manual_seed(seed)
+    length = min(_DUMMY_LENGTH, decoder.num_parameters)
+    numbers = torch.empty(length, dtype=decoder.dtype, device=decoder.device)
+    numbers.normal_(0.0, 0.02, generator=generator)
+    offset = 0
     for name, weight in decoder.named_parameters():
         if name.endswith("norm"):
             weight.data.fill_(1.0)
-        else:
-            weight.data.normal_(0.0, 0.02, generator=generator)
+            continue
+        flat = weight.data.view(-1)
+        done = 0
+        while done < flat.numel():
+            count = min(length - offset, flat.numel() - done)
+            flat[done : done + count] = numbers[offset : offset + count]
+            done += count
+            offset = (offset + count) % length
