@@ -18,9 +18,9 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 3.0}
-# Of 8 rotated dimensions.
+# Of 8 rotated dimensions; transformers 4 allows no other keys.
 LONGROPE = {
-    "rope_type": "longrope",
+    "type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.5, 2.5, 4.0, 7.0],
 }

@@ -109,8 +109,9 @@ def write_gguf(
     architecture = KINDS[raw["architectures"][0]]
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    rope_type = rope.get("rope_type", "default")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
     writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("test")
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
@@ -133,8 +134,11 @@ def write_gguf(
     if rope_type in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope_type))
         writer.add_rope_scaling_factor(rope["factor"])
-    if "original_max_position_embeddings" in rope:
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    original = rope.get("original_max_position_embeddings") or raw.get(
+        "original_max_position_embeddings"
+    )
+    if original:
+        writer.add_rope_scaling_orig_ctx_len(original)
     if raw["bos_token_id"] is not None:
         writer.add_bos_token_id(raw["bos_token_id"])
     for key, value in (metadata or {}).items():
@@ -158,9 +162,8 @@ def write_gguf(
         for length in ("short", "long"):
             factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-        longer = raw["max_position_embeddings"] / rope["original_max_position_embeddings"]
-        original = np.log(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(longer) / original)))
+        longer = np.log(raw["max_position_embeddings"] / original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + longer / np.log(original))))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

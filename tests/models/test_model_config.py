@@ -84,7 +84,8 @@ def test_every_case_in_the_old_spelling(case: str, checkpoint: Checkpoint, edite
     path, _ = checkpoint(case)
     raw = json.loads((path / "config.json").read_text())
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    new: dict[str, Any] = {"rope_parameters": rope or {"rope_type": "default"}}
+    rope_type = rope.get("rope_type") or rope.pop("type", "default")
+    new: dict[str, Any] = {"rope_parameters": {**rope, "rope_type": rope_type}}
     new["rope_parameters"].setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     removed = {"rope_theta": REMOVED, "rope_scaling": REMOVED, "partial_rotary_factor": REMOVED}
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
@@ -94,7 +95,7 @@ def test_every_case_in_the_old_spelling(case: str, checkpoint: Checkpoint, edite
 
     old = dict(new["rope_parameters"])
     top = {key: old.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in old}
-    rope_type = old.pop("rope_type", "default")
+    old.pop("rope_type", None)
     scaling = {**old, "type": rope_type} if rope_type != "default" else None
     removed = {"rope_parameters": REMOVED, "num_local_experts": REMOVED}
     if config.moe and config.moe.names.block == "mlp":
@@ -203,12 +204,12 @@ def test_unused_sliding_window(
         ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaFor.*Qwen3For"),
         ("llama", {"architectures": REMOVED}, "unsupported architecture: none"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "spiral"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5.*LlamaFor"),
+        ("llama", {"rope_scaling": {"rope_type": "spiral"}}, "LlamaForCausalLM: .*spiral"),
+        ("llama", {"partial_rotary_factor": 0.5}, "LlamaFor.*partial_rotary_factor 0.5"),
         ("phi3-partial-tied", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "rotates 3 of"),
         (
             "phi3-longrope",
-            {"rope_parameters": {**LONGROPE, "partial_rotary_factor": 1.0}},
+            {"rope_scaling": {**LONGROPE, "partial_rotary_factor": 1.0}},
             "needs 8",
         ),
         ("phi3", {"sliding_window": 100}, "sliding_window 100.*max_model_len=100"),
@@ -223,14 +224,19 @@ def test_unused_sliding_window(
         ("llama", {"head_dim": None, "hidden_size": 66}, "head_dim"),
         ("llama", {"dtype": "int8"}, "int8.*bfloat16"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ("mistral", {"sliding_window": 32}, "sliding_window 32"),
+        ("mistral", {"sliding_window": 32}, "MistralForCausalLM: .*sliding_window 32"),
         ("mistral", {"sliding_window": REMOVED, "max_position_embeddings": 9000}, "window 4096"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2},
             "sliding_window 32",
         ),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
+            "sliding_attention",
+        ),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ],
 )
 def test_refusals(

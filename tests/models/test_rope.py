@@ -116,7 +116,7 @@ def test_longrope_tables(spelling: str, max_positions: int, tmp_path: Path) -> N
         "original_max_position_embeddings": 32,
         "partial_rotary_factor": 0.5,
         "rope_theta": 10000.0,
-        "rope_scaling": {**LONGROPE, "rope_type": None, "type": spelling},
+        "rope_scaling": {**LONGROPE, "type": spelling},
     }
     assert parse_rope_parameters(raw) == rope
     assert rope.attention_factor > 1.1

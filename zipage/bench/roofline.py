@@ -38,7 +38,8 @@ def weight_bytes_per_step(model: Decoder) -> int:
     """Bytes of the weights that a forward pass reads.
 
     All but the embedding table, of which it reads a row per token, unless that is the output
-    head as well.
+    head as well. All experts of a mixture count, as the tokens of a large batch choose them all;
+    the few of a small batch read less.
     """
     unread = 0 if model.config.tie_word_embeddings else _bytes(model.embed_weight)
     return model.weight_bytes - unread

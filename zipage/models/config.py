@@ -161,6 +161,19 @@ def parse_model_config(
 ) -> ModelConfig:
     """Read the contents of config.json and generation_config.json; see `load_model_config`."""
     name, options = find_architecture(raw.get("architectures") or [])
+    try:
+        return _parse(name, options, raw, generation, max_model_len)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+
+
+def _parse(
+    name: str,
+    options: Architecture,
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    max_model_len: int | None,
+) -> ModelConfig:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
@@ -187,8 +200,7 @@ def parse_model_config(
     rope.check_head_dim(head_dim)
     if rope.partial_rotary_factor != 1 and not options.partial_rotary:
         raise ModelError(
-            f"partial_rotary_factor {rope.partial_rotary_factor} is not supported with {name}, "
-            f"only 1"
+            f"partial_rotary_factor {rope.partial_rotary_factor} is not supported in this family"
         )
     longest = rope.stretched(_positive(raw, "max_position_embeddings"))
     _refuse_sliding_window(raw, options, num_layers, longest, max_model_len)
