@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from zipage.attention.backend import make_backend
 from zipage.models.config import ModelConfig, load_model_config
 from zipage.models.loader import load_model
 from zipage.models.rope import RopeParameters
@@ -168,3 +171,20 @@ def test_engines_of_different_rope_in_one_process(checkpoint: Checkpoint) -> Non
     for run, (_, model) in zip(runs, models, strict=True):
         logits = run.logits(TOKENS, WHOLE)
         assert (logits - reference_logits(model)).abs().max().item() <= TOLERANCE
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="triton's interpreter is off or not installed",
+)
+@pytest.mark.parametrize("case", ["qwen3-moe-mixed", "phi3-partial-tied"])
+def test_fused_layers(case: str, checkpoint: Checkpoint) -> None:
+    """The decoder with Triton kernels, as on CUDA, under their interpreter."""
+    path, model = checkpoint(case)
+    with torch.inference_mode():
+        expected = model(torch.tensor([TOKENS[:7]])).logits[0]
+    decoder = load_model(load_model_config(path), path)
+    decoder.fuse()
+    run = PagedRun(decoder, lambda cache, scale: make_backend("triton", cache, scale), max_len=16)
+    logits = run.logits(TOKENS[:7], [5, 1, 1])
+    assert (logits - expected).abs().max().item() <= TOLERANCE

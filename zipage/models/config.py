@@ -21,7 +21,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-_GENERATION_FIELDS = (
+GENERATION_FIELDS = (
     "do_sample",
     "temperature",
     "top_p",
@@ -139,9 +139,9 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
         raw, generation = GGUFFile(path).config()
     else:
         source = path / "config.json"
-        raw = _read_json(source)
+        raw = read_json(source)
         generation_file = path / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.is_file() else {}
+        generation = read_json(generation_file) if generation_file.is_file() else {}
     try:
         return parse_model_config(raw, generation, max_model_len)
     except ModelError as error:
@@ -233,11 +233,11 @@ def _parse(
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         max_position_embeddings=longest,
         dtype=DTYPES[dtype],
-        eos_token_ids=_token_ids("eos_token_id", generation.get("eos_token_id"))
-        or _token_ids("eos_token_id", raw.get("eos_token_id")),
+        eos_token_ids=token_ids(generation.get("eos_token_id"))
+        or token_ids(raw.get("eos_token_id")),
         bos_token_id=bos_token_id,
         generation_defaults={
-            key: generation[key] for key in _GENERATION_FIELDS if generation.get(key) is not None
+            key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None
         },
         fused_projections=options.fused_projections,
         moe=_parse_moe(raw, options.moe, num_layers) if options.moe else None,
@@ -301,7 +301,12 @@ def _refuse_sliding_window(
         )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a model directory.
+
+    Raises:
+        ModelError: the file is missing or holds something else.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -322,10 +327,11 @@ def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids that a configuration gives as one number, a list or null."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{key} must be a token id or a list of them, got {value!r}")
+        raise ModelError(f"eos_token_id must be a token id or a list of them, got {value!r}")
     return tuple(ids)
