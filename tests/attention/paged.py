@@ -66,7 +66,7 @@ class Paged:
 
     geometry: Geometry
     seed: int = 0
-    num_blocks: int = 96
+    num_blocks: int = 320
     num_layers: int = 1
     dtype: torch.dtype = torch.float32
     window: int = 4

@@ -19,7 +19,7 @@ from zipage.cache.kv_cache import KVCache
 
 # Slots a program loads at once.
 TILE = 128
-_PROGRAMS_PER_SM = 2
+_PROGRAMS_PER_SM = 3
 # (unit, head) pairs a program may have; a sequence is cut no further than one tile each.
 _MOST_PAIRS = 8
 # What starting a unit and joining it costs, in slots.
@@ -278,7 +278,7 @@ class DecodeAttention:
             TILE=TILE,
             PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
             num_warps=4,
-            num_stages=3 if dim_padded <= 128 and spec.dtype.itemsize == 2 else 2,
+            num_stages=2,
         )
         at_once = min(8, triton.next_power_of_2(heads))
         _join_kernel[(len(plan.unit_starts) - 1, triton.cdiv(heads, at_once))](
