@@ -103,7 +103,9 @@ class AsyncLLM:
 
         with self._submission:
             if not self.is_running:
-                raise EngineDeadError("the engine is not running") from loop.error
+                if loop.error is not None:
+                    raise _dead(loop.error) from loop.error
+                raise EngineDeadError("the engine was shut down")
             loop.commands.put(submit)
         finished = False
         try:
@@ -192,9 +194,8 @@ class _EngineLoop:
             with contextlib.suppress(Exception):
                 for output in self.engine.fail_all(error.__cause__ or error):
                     self.deliver(output)
-            dead = EngineDeadError(f"the engine stopped: {error}")
             for listener in self.listeners.values():
-                listener.put(dead)
+                listener.put(_dead(error))
             self.listeners.clear()
             self._refuse_commands()
         finally:
@@ -233,6 +234,13 @@ class _EngineLoop:
             if output.finished:
                 del self.listeners[output.request_id]
             listener.put(output)
+
+
+def _dead(error: BaseException) -> EngineDeadError:
+    """What callers are told of what stopped the engine."""
+    if isinstance(error, EngineDeadError):
+        return EngineDeadError(str(error))
+    return EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
 
 
 def _dismiss(loop: _EngineLoop, thread: threading.Thread) -> None:
