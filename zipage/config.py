@@ -64,6 +64,8 @@ class EngineConfig:
         model_shape: with ``load_format='dummy'`` in place of a model, the sizes of a well-known
             one: ``qwen3-0.6b``, ``1.7b``, ``4b``, ``8b``, ``14b`` or ``32b``, ``r1-llama-8b`` or
             ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
+        model_impl: ``zipage`` (the decoder), ``transformers`` (transformers' own model code with
+            paged attention) or ``auto`` (the decoder where it covers the architecture).
         seed: of unseeded sampling, of dummy weights and of the random policy.
         max_model_len: most tokens of prompt and answer; None for what the model was trained for.
         block_size: tokens of a KV block, a multiple of 16.
@@ -105,6 +107,7 @@ class EngineConfig:
     device: str = "auto"
     load_format: str = "auto"
     model_shape: str | None = None
+    model_impl: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 64
@@ -153,8 +156,14 @@ class EngineConfig:
                 raise ConfigError(f"{name}={shown(value)} must be a path, a hub name or None")
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("model_impl", ("auto", "zipage", "transformers"))
         if self.model_shape is not None:
             self._check_choice("model_shape", tuple(SHAPES))
+            if self.model_impl == "transformers":
+                raise ConfigError(
+                    f"model_shape={self.model_shape!r} is run by the decoder: it needs "
+                    f"model_impl='auto' or 'zipage'"
+                )
             if self.load_format != "dummy" or self.model is not None:
                 raise ConfigError(
                     f"model_shape={self.model_shape!r} needs load_format='dummy' and no model: "

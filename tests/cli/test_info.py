@@ -51,6 +51,30 @@ def test_sizes_of_a_known_model_without_its_weights(qwen3_8b: str) -> None:
     assert found["max_blocks"] == 2048 // 256 + 1
 
 
+def test_a_model_in_transformers_own_code(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.masking_utils")
+    config = {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = facts(str(tmp_path), "--device", "cpu", "--dtype", "float16")
+    assert found["model_impl"] == "transformers"
+    assert found["parameters"] == 20_554_567_680  # GPT-NeoX-20B
+    assert found["kv_bytes_per_token"] == 44 * 64 * 96 * 2 * 2
+    assert found["max_model_len"] == 2048
+    assert "transformers (model_impl)" in invoke("info", str(tmp_path)).output
+    refused = invoke("info", str(tmp_path), "--model-impl", "zipage")
+    assert refused.exit_code != 0 and "GPTNeoXForCausalLM" in refused.stderr
+
+
 def test_requests_that_fit(qwen3_8b: str) -> None:
     found = facts(
         *(qwen3_8b, "--dtype", "bfloat16", "--block-size", "256", "--device", "cpu"),

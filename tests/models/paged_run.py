@@ -10,6 +10,7 @@ import torch
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, make_backend
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.models.decoder import Decoder
+from zipage.models.transformers_model import TransformersModel
 
 BackendFactory = Callable[[KVCache, float], AttentionBackend]
 
@@ -83,7 +84,7 @@ class PagedRun:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | TransformersModel,
         make_backend: BackendFactory = PlainBackend,
         num_sequences: int = 1,
         max_len: int = 128,
@@ -105,7 +106,8 @@ class PagedRun:
             device=torch.device("cpu"),
         )
         self.backend = make_backend(KVCache(spec), decoder.scale)
-        if self.backend.name == "native" and decoder.all_reduce is None:
+        packable = isinstance(decoder, Decoder) and decoder.all_reduce is None
+        if self.backend.name == "native" and packable:
             decoder.pack()  # as the model runner does
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(num_blocks))
         self.tables = order[: num_sequences * per_sequence].view(num_sequences, per_sequence)

@@ -73,7 +73,8 @@ class QKVTransform:
         k_norm: ``[D]`` the same for keys.
         norm_eps: epsilon of both norms.
         cos, sin: ``[max_positions, R / 2]`` fp32 RoPE tables, with any scaling factor applied;
-            R <= D is the rotated width. Halves are rotated as in Llama:
+            R <= D is the rotated width, 0 where queries and keys arrive rotated. Halves are
+            rotated as in Llama:
             ``out[:R/2] = x[:R/2]*cos - x[R/2:R]*sin``, ``out[R/2:R] = x[R/2:R]*cos + x[:R/2]*sin``.
     """
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from zipage.models.decoder import Decoder
+if TYPE_CHECKING:
+    from zipage.models.decoder import Decoder
+    from zipage.models.transformers_model import TransformersModel
 
 #: Beyond any cache, so that it is memory that is measured.
 _COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
@@ -34,7 +37,7 @@ def measure_copy_bandwidth(device: torch.device) -> float:
     return 2 * size / statistics.median(times)
 
 
-def weight_bytes_per_step(model: Decoder) -> int:
+def weight_bytes_per_step(model: Decoder | TransformersModel) -> int:
     """Bytes of the weights that a forward pass reads.
 
     All but the embedding table, of which it reads a row per token, unless that is the output

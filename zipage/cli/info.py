@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from zipage.cache.kv_cache import KVCacheSpec
     from zipage.config import EngineConfig
     from zipage.models.config import ModelConfig
+    from zipage.models.transformers_config import TransformersConfig
 
 #: Engine options that change what a request needs.
 _OPTIONS = (
     "revision",
+    "model_impl",
     "dtype",
     "device",
     "max_model_len",
@@ -65,11 +67,11 @@ def info(
     several pool sizes are shown.
     """
     from zipage.config import EngineConfig
-    from zipage.models.config import load_model_config
+    from zipage.models.implementation import read_config
 
     config = EngineConfig.from_options({"model": model, **engine})
     directory = _config_directory(model, config.revision)
-    model_config = load_model_config(directory, config.max_model_len)
+    model_config = read_config(directory, config.model_impl, config.max_model_len)
     facts = describe(config, model_config, lengths)
     if json_output:
         typer.echo(json.dumps(facts, indent=2))
@@ -78,7 +80,9 @@ def info(
 
 
 def describe(
-    config: EngineConfig, model_config: ModelConfig, lengths: list[int] | None = None
+    config: EngineConfig,
+    model_config: ModelConfig | TransformersConfig,
+    lengths: list[int] | None = None,
 ) -> dict[str, Any]:
     """Sizes of a model and of its KV cache, and requests that fit, under an engine config.
 
@@ -99,6 +103,7 @@ def describe(
     from zipage.cache.kv_cache import KVCacheSpec
     from zipage.execution.memory import block_bytes
     from zipage.execution.model_runner import resolve_device
+    from zipage.models.config import ModelConfig
     from zipage.models.decoder import Decoder
 
     limit = model_config.max_position_embeddings
@@ -125,13 +130,17 @@ def describe(
         num_query_slots=config.resolved_query_slots,
     )
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)
-    # On the meta device weights have shapes and no storage.
-    decoder = Decoder(model_config, dtype, torch.device("meta"), max_positions=1)
-    parameters = decoder.num_parameters
+    if isinstance(model_config, ModelConfig):
+        # On the meta device weights have shapes and no storage.
+        decoder = Decoder(model_config, dtype, torch.device("meta"), max_positions=1)
+        parameters = decoder.num_parameters
+    else:
+        parameters = model_config.num_parameters
     lengths = sorted(set(lengths or _default_lengths(longest)))
     sizes = _POOL_SIZES if config.kv_cache_memory is None else (config.kv_cache_memory,)
     return {
         "architecture": model_config.architecture,
+        "model_impl": model_config.model_impl,
         "layers": model_config.num_layers,
         "hidden_size": model_config.hidden_size,
         "intermediate_size": model_config.intermediate_size,
@@ -208,9 +217,11 @@ def _print(name: str, facts: dict[str, Any]) -> None:
     sizes.add_column()
     sizes.add_column(justify="right")
     heads = f"{facts['heads']} / {facts['kv_heads']} x {facts['head_dim']}"
+    inner = f"{facts['intermediate_size']:,}" if facts["intermediate_size"] else "-"
     rows = {
+        "code": f"{facts['model_impl']} (model_impl)",
         "layers": f"{facts['layers']:,}",
-        "hidden / intermediate size": f"{facts['hidden_size']:,} / {facts['intermediate_size']:,}",
+        "hidden / intermediate size": f"{facts['hidden_size']:,} / {inner}",
         "query / KV heads x head dim": heads,
         "vocabulary": f"{facts['vocab_size']:,}",
         "longest text (tokens)": f"{facts['max_model_len']:,}",

@@ -25,11 +25,14 @@ from zipage.execution.logprobs import PromptRows, prompt_logprobs
 from zipage.execution.memory import make_pool, plan_pool
 from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
-from zipage.models.config import load_model_config, shape_model_config
-from zipage.models.loader import load_model, resolve_model_path
+from zipage.models.config import ModelConfig, shape_model_config
+from zipage.models.decoder import Decoder
+from zipage.models.implementation import load_weights, read_config
+from zipage.models.loader import resolve_model_path
 
 if TYPE_CHECKING:
     from zipage.execution.cuda_graphs import DecodeBatch, DecodeGraphs
+    from zipage.models.transformers_config import TransformersConfig
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,14 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         self.model_path: Path | None = None
         if config.model_shape is not None:
-            self.model_config = shape_model_config(config.model_shape, config.max_model_len)
+            self.model_config: ModelConfig | TransformersConfig = shape_model_config(
+                config.model_shape, config.max_model_len
+            )
         else:
             self.model_path = resolve_model_path(config.model, config.revision)
-            self.model_config = load_model_config(self.model_path, config.max_model_len)
+            self.model_config = read_config(
+                self.model_path, config.model_impl, config.max_model_len
+            )
         limit = self.model_config.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
         if self.max_model_len > limit:
@@ -81,7 +88,7 @@ class ModelRunner:
                 f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
             )
         dtype = self._resolve_dtype(config.dtype)
-        self.model = load_model(
+        self.model = load_weights(
             self.model_config,
             self.model_path,
             dtype=dtype,
@@ -104,14 +111,15 @@ class ModelRunner:
             num_query_slots=config.resolved_query_slots,
         )
         self.cache = make_pool(plan_pool(config, spec, self.max_model_len))
-        scale = mc.head_dim**-0.5
+        scale = self.model.scale
         self.backend = make_backend(
             config.attention_backend, self.cache, scale, config.max_num_seqs
         )
-        if self.backend.name == "native":
-            self.model.pack()
-        elif self.backend.name == "triton":
-            self.model.fuse()
+        if isinstance(self.model, Decoder):
+            if self.backend.name == "native":
+                self.model.pack()
+            elif self.backend.name == "triton":
+                self.model.fuse()
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(
@@ -145,8 +153,9 @@ class ModelRunner:
         self._stale_cells: list[int] = []
         self._stale_blocks: list[int] = []
         logger.info(
-            "model %s, %s on %s, %d KV blocks of %d tokens, attention backend %s",
+            "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
             self.model_path or config.model_shape,
+            mc.model_impl,
             dtype,
             self.device,
             self.cache.spec.num_blocks,
@@ -157,13 +166,13 @@ class ModelRunner:
     def _capture_graphs(self, table_width: int) -> DecodeGraphs | None:
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
-        if self.model_config.moe is not None:
+        if isinstance(self.model_config, ModelConfig) and self.model_config.moe is not None:
             return None  # which rows an expert computes is known on the host alone
         from zipage.attention.triton_backend import TritonBackend
         from zipage.execution.cuda_graphs import DecodeGraphs
 
-        if not isinstance(self.backend, TritonBackend):
-            return None
+        if not isinstance(self.backend, TritonBackend) or not isinstance(self.model, Decoder):
+            return None  # transformers' code may wait for the device, which no graph can hold
         graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, table_width)
         graphs.capture()
         logger.info(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -76,6 +76,8 @@ class ModelConfig:
         generation_defaults: sampling fields of generation_config.json, as they stand there.
     """
 
+    model_impl: ClassVar[str] = "zipage"
+
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -100,23 +102,30 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def default_sampling(self) -> dict[str, Any]:
-        """Sampling options the model asks for in its generation_config.json.
+        """Sampling options the model asks for, see the function `default_sampling`."""
+        return default_sampling(self.generation_defaults)
 
-        Greedy unless it says ``do_sample``. Its length limit is left out, as reasoning models run
-        to the end.
 
-        Returns:
-            names and values of fields of `SamplingParams`.
-        """
-        generation = self.generation_defaults
-        defaults: dict[str, Any] = {"temperature": 0.0}
-        if "repetition_penalty" in generation:
-            defaults["repetition_penalty"] = generation["repetition_penalty"]
-        if generation.get("do_sample"):
-            defaults["temperature"] = generation.get("temperature", 1.0)
-            names = ("top_p", "top_k", "min_p")
-            defaults |= {name: generation[name] for name in names if name in generation}
-        return defaults
+def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options that a model asks for in its generation_config.json.
+
+    Greedy unless it says ``do_sample``. Its length limit is left out, as reasoning models run to
+    the end.
+
+    Args:
+        generation: the file's fields, as they stand there.
+
+    Returns:
+        names and values of fields of `SamplingParams`.
+    """
+    defaults: dict[str, Any] = {"temperature": 0.0}
+    if "repetition_penalty" in generation:
+        defaults["repetition_penalty"] = generation["repetition_penalty"]
+    if generation.get("do_sample"):
+        defaults["temperature"] = generation.get("temperature", 1.0)
+        names = ("top_p", "top_k", "min_p")
+        defaults |= {name: generation[name] for name in names if name in generation}
+    return defaults
 
 
 def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:

@@ -8,6 +8,7 @@ from zipage.models.gguf import FAMILIES
 from zipage.models.registry import ARCHITECTURES, REFUSED, Architecture
 from zipage.models.rope import ROPE_TYPES
 from zipage.models.shapes import SHAPES
+from zipage.models.transformers_config import CONDITIONS, TESTED
 
 _INTRODUCTION = """\
 # Models
@@ -70,9 +71,24 @@ with `tokenizer=`. Split files must be merged first.
 zipage bench offline --load-format dummy --model-shape qwen3-0.6b
 ```
 
+## What falls back
+
+Other causal language models run through transformers' own code with paged attention, prefix cache
+and compression (`model_impl="auto"`; `"transformers"` takes that code for the architectures above
+too, `"zipage"` never does). It is slower: no fused kernels, no CUDA graphs. The tests compare these
+with transformers:
+{tested}. A model runs if
+
+{conditions}
+
+All of that is proven of each model when it is loaded, see
+[architecture](architecture.md#models-outside-the-decoder). A slow test tries every causal language
+model of the installed transformers: equal logits, or a refusal.
+
 ## What is refused
 
-These architectures would run wrongly; loading one says why. Whatever the name, refused are also
+These architectures would run wrongly, those with sliding windows or chunks in texts longer than
+these; loading one says why. Whatever the name, refused are also
 layers of sliding-window attention in texts longer than the window, RoPE that differs between
 layers, unknown RoPE types, activations other than SiLU, and `partial_rotary_factor` in families
 that have none.
@@ -92,6 +108,8 @@ def _parts() -> Iterator[str]:
     for name, architecture in ARCHITECTURES.items():
         yield f"| `{name}` | {architecture.models} | {', '.join(_particulars(architecture))} |\n"
     yield _FILES.format(
+        tested=", ".join(f"`{name}`" for name in TESTED),
+        conditions="\n".join(f"- {condition};" for condition in CONDITIONS)[:-1] + ".",
         rope_types=", ".join(f"`{name}`" for name in ROPE_TYPES),
         gguf=", ".join(f"`{name}`" for name in FAMILIES),
         shapes=", ".join(f"`{name}`" for name in SHAPES),

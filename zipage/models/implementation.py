@@ -1,0 +1,67 @@
+"""Which code runs a model: the decoder, or transformers' own with paged attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from zipage.errors import ModelError
+from zipage.models.config import ModelConfig, load_model_config, read_json
+from zipage.models.decoder import Decoder
+from zipage.models.loader import load_model
+from zipage.models.registry import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from zipage.models.transformers_config import TransformersConfig
+    from zipage.models.transformers_model import TransformersModel
+
+
+def read_config(
+    path: Path, model_impl: str = "auto", max_model_len: int | None = None
+) -> ModelConfig | TransformersConfig:
+    """Read a model directory's configuration for the code that is to run it.
+
+    Args:
+        path: a Hugging Face model directory, or a GGUF file, which the decoder alone runs.
+        model_impl: ``zipage`` for the decoder, ``transformers`` for transformers' own code,
+            ``auto`` for the decoder where it covers the architecture and transformers elsewhere.
+        max_model_len: longest text in tokens the model will be run on, if less than its longest.
+
+    Raises:
+        ModelError: a file is missing or broken, or that code cannot run the model.
+    """
+    if path.suffix == ".gguf":
+        if model_impl == "transformers":
+            raise ModelError(
+                f"{path}: model_impl='transformers' needs a Hugging Face directory, not a GGUF file"
+            )
+        return load_model_config(path, max_model_len)
+    names = read_json(path / "config.json").get("architectures") or []
+    if model_impl == "zipage" or (
+        model_impl == "auto" and any(name in ARCHITECTURES for name in names)
+    ):
+        return load_model_config(path, max_model_len)
+    from zipage.models.transformers_config import load_transformers_config
+
+    return load_transformers_config(path, max_model_len)
+
+
+def load_weights(
+    config: ModelConfig | TransformersConfig,
+    path: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    max_positions: int | None = None,
+) -> Decoder | TransformersModel:
+    """Build the model that `config` describes and fill it; see the two loaders."""
+    if isinstance(config, ModelConfig):
+        return load_model(
+            config, path, dtype, device, load_format, seed, max_positions=max_positions
+        )
+    from zipage.models.transformers_model import load_transformers_model
+
+    return load_transformers_model(config, path, dtype, device, load_format, seed)
