@@ -26,8 +26,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": 19},
     "no prefix cache": {"enable_prefix_caching": False},
 }
-#: In fp32 sums are rounded in another order than on the CPU; a tie may then fall the other way.
-LEAST_EQUAL = 0.9
+#: In fp32 sums are rounded in another order than on the CPU, and differently in each batch. With
+#: tens of thousands of evictions some near ties fall the other way, and such a text goes on
+#: differently.
+LEAST_EQUAL = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +59,22 @@ def test_cuda_gives_the_texts_of_the_cpu(
         outputs = llm.generate([p for p, _ in asks], [s for _, s in asks])
         assert_empty(llm)
     texts = [tokens_of(output) for output in outputs]
-    equal = sum(text == expected for text, expected in zip(texts, on_cpu, strict=True))
-    print(f"{name}: {equal} of {len(texts)} texts equal")
-    assert equal >= LEAST_EQUAL * len(texts)
+    equal = [text == expected for text, expected in zip(texts, on_cpu, strict=True)]
+    print(f"{name}: {sum(equal)} of {len(texts)} texts equal")
+    kept = [output.metrics.compressions == 0 for output in outputs]
+    assert all(same for same, whole in zip(equal, kept, strict=True) if whole)
+    assert 4 <= sum(kept) < 12
+    assert sum(equal) >= LEAST_EQUAL * len(texts)
     if name.startswith("tight"):
         assert sum(output.metrics.preemptions for output in outputs) > 0
+
+
+def test_synchronous_runs_are_equal(asks: list[tuple[list[int], SamplingParams]]) -> None:
+    """Without anything that depends on time, twice the same work gives twice the same bits."""
+    options: dict[str, Any] = {"async_scheduling": False, "async_compression": False}
+    runs = []
+    for _ in range(2):
+        with make_llm(device="cuda", dtype="float32", **options) as llm:
+            outputs = llm.generate([p for p, _ in asks], [s for _, s in asks])
+        runs.append([tokens_of(output) for output in outputs])
+    assert runs[0] == runs[1]

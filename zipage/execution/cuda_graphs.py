@@ -38,6 +38,25 @@ class DecodeBatch:
     rows: np.ndarray
 
 
+@dataclass(frozen=True)
+class DecodeOutput:
+    """What a decode step of S sequences gives; overwritten by the next one.
+
+    Attributes:
+        logits: ``[S, V]`` in the model's dtype.
+        peaks: ``[S]`` the largest logit of each row, in the same dtype.
+        token_ids: ``[S]`` int64, the token of that logit.
+    """
+
+    logits: torch.Tensor
+    peaks: torch.Tensor
+    token_ids: torch.Tensor
+
+    def pick(self, which: slice | torch.Tensor) -> DecodeOutput:
+        """Some of the sequences."""
+        return DecodeOutput(self.logits[which], self.peaks[which], self.token_ids[which])
+
+
 class _Inputs:
     """The inputs of all graphs, in one buffer on the device and one pinned on the host.
 
@@ -60,7 +79,7 @@ class _Inputs:
 
 
 class DecodeGraphs:
-    """Captured forward passes of decode steps, from token ids to logits.
+    """Captured forward passes of decode steps, from token ids to logits and their maxima.
 
     Padding sequences have no cache: they write nothing, and attention gives zero for them.
 
@@ -98,7 +117,7 @@ class DecodeGraphs:
         self._host_inputs = [_Inputs(max_sequences, units, None) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
         self.capture_seconds = 0.0
         self.capture_bytes = 0
 
@@ -120,9 +139,9 @@ class DecodeGraphs:
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(step)
+                output = self._forward(step)
             pool = graph.pool()
-            self._graphs[size] = (graph, logits)
+            self._graphs[size] = (graph, output)
         torch.cuda.synchronize(device)
         self.capture_bytes = max(0, free_before - torch.cuda.mem_get_info(device)[0])
         self.capture_seconds = time.perf_counter() - started
@@ -151,20 +170,18 @@ class DecodeGraphs:
         self._backend.use_units(step, units)
         return step
 
-    def _forward(self, step: StepInputs) -> torch.Tensor:
+    def _forward(self, step: StepInputs) -> DecodeOutput:
         rows = self._device_inputs.rows[: step.num_tokens]
         torch.index_select(self.block_tables, 0, rows, out=step.block_tables)
         given = self._device_inputs.input_ids[: step.num_tokens]
         last = self._last_tokens.index_select(0, rows)
         torch.where(given == PENDING_TOKEN, last, given, out=step.input_ids)
-        return self._model.compute_logits(self._model(step, self._backend))
+        logits = self._model.project(self._model(step, self._backend))
+        peaks, token_ids = logits.max(dim=-1)
+        return DecodeOutput(logits, peaks, token_ids)
 
-    def run(self, batch: DecodeBatch) -> torch.Tensor:
-        """Replay the smallest graph that holds the batch, after what is queued already.
-
-        Returns:
-            ``[S, V]`` fp32 logits; overwritten by the next call.
-        """
+    def run(self, batch: DecodeBatch) -> DecodeOutput:
+        """Replay the smallest graph that holds the batch, after what is queued already."""
         count = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= count)
         self._turn = 1 - self._turn
@@ -184,9 +201,9 @@ class DecodeGraphs:
         host.num_units[0] = len(units)
         self._device_inputs.buffer.copy_(host.buffer, non_blocking=True)
         self._copied[self._turn].record()
-        graph, logits = self._graphs[size]
+        graph, output = self._graphs[size]
         graph.replay()
-        return logits[:count]
+        return output.pick(slice(count))
 
     def update_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
         """Write block ids into the block tables on the device.

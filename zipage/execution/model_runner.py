@@ -31,7 +31,7 @@ from zipage.models.implementation import load_weights, read_config
 from zipage.models.loader import resolve_model_path
 
 if TYPE_CHECKING:
-    from zipage.execution.cuda_graphs import DecodeBatch, DecodeGraphs
+    from zipage.execution.cuda_graphs import DecodeBatch, DecodeGraphs, DecodeOutput
     from zipage.models.transformers_config import TransformersConfig
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,8 @@ class ModelRunner:
         parts = _prompt_rows(plan.scheduled)
         single = not parts and all(item.num_tokens == 1 for item in plan.scheduled)
         if self.graphs is not None and single:
-            output = self._sample(plan.scheduled, self._decode(plan.scheduled, self.graphs))
+            logits = self._decode(plan.scheduled, self.graphs).logits.float()
+            output = self._sample(plan.scheduled, logits)
         else:
             step = self._build(plan.scheduled)
             hidden = self.model(step, self.backend)
@@ -228,26 +229,30 @@ class ModelRunner:
         """
         started = time.perf_counter()
         scheduled = plan.scheduled
+        sampling = [item.request for item in scheduled if item.samples]
+        states = [request.payload.sampling for request in sampling]
         if self.graphs is not None and all(item.num_tokens == 1 for item in scheduled):
-            logits = self._decode(scheduled, self.graphs)
+            decoded = self._decode(scheduled, self.graphs)
+            best = decoded.peaks, decoded.token_ids
+            launched = self.sampler.launch(decoded.logits, states, best)
         else:
             step = self._build(scheduled)
             hidden = self.model(step, self.backend)
             logits = self.model.compute_logits(self._sampled_rows(scheduled, step, hidden))
-        sampling = [item.request for item in scheduled if item.samples]
-        launched = self.sampler.launch(logits, [r.payload.sampling for r in sampling])
-        rows = self._tensor(np.array([r.row for r in sampling], dtype=np.int64))
+            launched = self.sampler.launch(logits, states)
+        rows = self._index([request.row for request in sampling])
         self._last_tokens.index_copy_(0, rows, launched.token_ids)
         self.forward_seconds += time.perf_counter() - started
         return launched
 
-    def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> torch.Tensor:
-        """Run a captured graph; every item has one token. Logits of the items that sample."""
-        logits = graphs.run(self._decode_batch(scheduled, graphs))
+    def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> DecodeOutput:
+        """Run a captured graph; every item has one token. Only items that sample are returned."""
+        output = graphs.run(self._decode_batch(scheduled, graphs))
         picked = [i for i, item in enumerate(scheduled) if item.samples]
-        if len(picked) != len(scheduled):
-            logits = logits[self._tensor(np.array(picked, dtype=np.int64))]
-        return logits
+        return output if len(picked) == len(scheduled) else output.pick(self._index(picked))
+
+    def _index(self, rows: list[int]) -> torch.Tensor:
+        return self._tensor(np.array(rows, dtype=np.int64))
 
     def _decode_batch(
         self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs
@@ -286,7 +291,7 @@ class ModelRunner:
             return hidden[: step.num_tokens]
         last = step.query_start[1:].long() - 1
         if len(picked) != len(scheduled):
-            last = last[self._tensor(np.array(picked, dtype=np.int64))]
+            last = last[self._index(picked)]
         return hidden[last]
 
     def _build(self, scheduled: Sequence[ScheduledTokens]) -> StepInputs:

@@ -215,14 +215,20 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def launch(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> LaunchedSample:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState],
+        best: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> LaunchedSample:
         """Like `sample` where `can_launch`, without waiting for the device.
 
         Args:
-            logits: ``[R, V]`` float32; not changed.
+            logits: ``[R, V]`` in any dtype; not changed.
             states: one a row.
+            best: ``[R]`` largest logit of each row and its token, if they are known.
         """
-        peaks, token_ids = logits.max(dim=-1)
+        peaks, token_ids = logits.max(dim=-1) if best is None else best
         rows = [row for row, state in enumerate(states) if not state.greedy]
         if rows:
             table = torch.tensor(
@@ -233,13 +239,13 @@ class Sampler:
                 dtype=torch.float64,
             )
             inverse_temperatures, uniforms = self._to_device(table)
+            temperatures = inverse_temperatures.float()
             if len(rows) == len(states):
-                token_ids = draw(logits, peaks, inverse_temperatures.float(), uniforms)
+                token_ids = draw(logits.float(), peaks.float(), temperatures, uniforms)
             else:
                 index = self._to_device(torch.tensor(rows))
-                token_ids[index] = draw(
-                    logits[index], peaks[index], inverse_temperatures.float(), uniforms
-                )
+                drawn = draw(logits[index].float(), peaks[index].float(), temperatures, uniforms)
+                token_ids = token_ids.index_copy(0, index, drawn)
             # Unusable logits are reported later; until then the token must be one.
             token_ids = token_ids.clamp(0, logits.shape[1] - 1)
         launched = LaunchedSample(token_ids, peaks)

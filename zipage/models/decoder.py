@@ -326,11 +326,15 @@ class Decoder(WeightHolder):
         """
         if self._packed_head is not None:
             return self._packed_head(hidden.contiguous())
+        return self.project(hidden).float()
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Like `compute_logits` of a model that is not packed, in the model's dtype."""
         rows = hidden.shape[0]
         padding = -rows % 4 if rows else 4
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
-        return F.linear(hidden, self.head_weight)[:rows].float()
+        return F.linear(hidden, self.head_weight)[:rows]
 
 
 def _check_split(config: ModelConfig, tp_size: int) -> None:
