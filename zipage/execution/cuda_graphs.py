@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,16 +205,15 @@ class DecodeGraphs:
         graph.replay()
         return output.pick(slice(count))
 
-    def update_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
+    def update_tables(self, cells: Mapping[int, int]) -> None:
         """Write block ids into the block tables on the device.
 
         Args:
-            cells: ``row * table_width + column`` of each.
-            blocks: the block ids.
+            cells: ``row * table_width + column`` to block id.
         """
         if not cells:
             return
-        packed = torch.tensor([cells, blocks], dtype=torch.int64).pin_memory()
+        packed = torch.tensor([list(cells), list(cells.values())]).pin_memory()
         on_device = packed.to(self.block_tables.device, non_blocking=True)
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].to(torch.int32))
 

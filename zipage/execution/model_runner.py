@@ -150,8 +150,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = self._capture_graphs(width)
         # Changes of block tables that the copy on the device lacks.
-        self._stale_cells: list[int] = []
-        self._stale_blocks: list[int] = []
+        self._stale_cells: dict[int, int] = {}
         logger.info(
             "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
             self.model_path or config.model_shape,
@@ -269,9 +268,8 @@ class ModelRunner:
             columns[:, i] = (r.token_ids[start], start, r.length, captured, r.length + 1, r.row)
         from zipage.execution.cuda_graphs import DecodeBatch
 
-        graphs.update_tables(self._stale_cells, self._stale_blocks)
+        graphs.update_tables(self._stale_cells)
         self._stale_cells.clear()
-        self._stale_blocks.clear()
         ids, positions, lengths, capture, cache_lens, rows = columns
         slots = self._tables[rows, lengths // b].astype(np.int64) * b + lengths % b
         return DecodeBatch(ids, positions, slots, capture, cache_lens, rows)
@@ -378,8 +376,7 @@ class ModelRunner:
         self._tables[row, known : len(blocks)] = blocks[known:]
         if self.graphs is not None:
             first = row * self._tables.shape[1]
-            self._stale_cells += range(first + known, first + len(blocks))
-            self._stale_blocks += blocks[known:]
+            self._stale_cells.update(enumerate(blocks[known:], first + known))
         self._row_blocks[row] = len(blocks)
 
     # ------------------------------------------------------------------ cache moves
