@@ -69,7 +69,7 @@ def info(
     several pool sizes are shown.
     """
     from zipage.config import EngineConfig
-    from zipage.models.config import ModelConfig, shape_model_config
+    from zipage.models.config import shape_model_config
     from zipage.models.implementation import read_config
 
     config = EngineConfig.from_options({"model": model, **engine})
