@@ -122,3 +122,10 @@ def test_lengths_beyond_the_model_are_refused(args: list[str]) -> None:
     result = invoke("info", *args)
     assert result.exit_code == 2
     assert "8192" in result.stderr
+
+
+def test_a_named_shape() -> None:
+    result = invoke("info", "--load-format", "dummy", "--model-shape", "qwen3-8b", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["parameters"] == 8_190_735_360
+    assert facts["kv_bytes_per_token"] == 36 * 8 * 128 * 2 * (4 if facts["device"] == "cpu" else 2)

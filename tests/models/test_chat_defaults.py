@@ -74,7 +74,7 @@ def test_a_model_without_them_is_greedy(submitted: list[SamplingParams]) -> None
 def test_every_end_token_ends_an_answer(tmp_path: Path) -> None:
     """The list of generation_config.json counts, not the tokenizer's single one."""
     source = resolve_model_path(None)
-    params = SamplingParams(temperature=0.0, max_tokens=40)
+    params = SamplingParams(temperature=0.0, max_tokens=14)
     with LLM(kv_cache_memory="32MiB", max_num_seqs=2) as llm:
         plain = llm.chat(MESSAGES, params)[0].outputs[0].token_ids
     end = next(token for i, token in enumerate(plain) if i > 4 and token not in plain[:i])

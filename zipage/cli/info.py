@@ -26,6 +26,8 @@ _OPTIONS = (
     "model_impl",
     "dtype",
     "device",
+    "load_format",
+    "model_shape",
     "max_model_len",
     "block_size",
     "kv_cache_memory",
@@ -67,16 +69,21 @@ def info(
     several pool sizes are shown.
     """
     from zipage.config import EngineConfig
+    from zipage.models.config import shape_model_config
     from zipage.models.implementation import read_config
 
     config = EngineConfig.from_options({"model": model, **engine})
-    directory = _config_directory(model, config.revision)
-    model_config = read_config(directory, config.model_impl, config.max_model_len)
+    model_config: ModelConfig | TransformersConfig
+    if config.model_shape is not None:
+        model_config = shape_model_config(config.model_shape, config.max_model_len)
+    else:
+        directory = _config_directory(model, config.revision)
+        model_config = read_config(directory, config.model_impl, config.max_model_len)
     facts = describe(config, model_config, lengths)
     if json_output:
         typer.echo(json.dumps(facts, indent=2))
     else:
-        _print(model or "zipage-tiny", facts)
+        _print(model or config.model_shape or "zipage-tiny", facts)
 
 
 def describe(
