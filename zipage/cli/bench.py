@@ -19,7 +19,7 @@ from zipage.cli.progress import EngineProgress
 
 if TYPE_CHECKING:
     from zipage.bench.offline import RunResult
-    from zipage.engine.core import EngineStats
+    from zipage.engine.stats import EngineStats
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 

@@ -14,7 +14,7 @@ from zipage.cli.progress import EngineProgress
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zipage.engine.core import EngineStats
+    from zipage.engine.stats import EngineStats
     from zipage.evals.problems import Problem
     from zipage.evals.runner import Cell, CellResult
 

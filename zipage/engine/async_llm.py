@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zipage.config import EngineConfig
-from zipage.engine.core import EngineStats
 from zipage.engine.engine import LLMEngine, Prompt
+from zipage.engine.stats import EngineStats
 from zipage.errors import EngineDeadError
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
