@@ -14,6 +14,7 @@ from rich.table import Table
 
 from zipage.bench.workloads import PRESETS, BenchRequest, check_lengths, make_workload
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 
@@ -30,6 +31,7 @@ def _bench() -> None:
 
 
 @app.command("offline")
+@with_logging
 @with_options("engine", engine_options())
 def offline(
     workload: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.errors import ConfigError
@@ -26,6 +27,7 @@ _GENERATED_MIN_TOKENS = 1000
 _FILE_COLUMNS = 160
 
 
+@with_logging
 @with_options("engine", [option for option in engine_options() if option.name not in _OWN])
 def evaluate(
     *,

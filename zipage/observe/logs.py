@@ -49,18 +49,18 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def configure_logging(level: str = "warning", log_format: LogFormat = "text") -> None:
+def configure_logging(log_level: str = "warning", log_format: LogFormat = "text") -> None:
     """Write the package's log to stderr. For programs: importing the package configures nothing.
 
     Args:
-        level: least severe level written, one of `LEVELS`.
+        log_level: least severe level written, one of `LEVELS`.
         log_format: ``text``, or ``json`` for a JSON object a line.
 
     Raises:
         ValueError: one of them is unknown.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r}: legal are {', '.join(LEVELS)}")
+    if log_level not in LEVELS:
+        raise ValueError(f"log_level={log_level!r}: legal are {', '.join(LEVELS)}")
     if log_format not in ("text", "json"):
         raise ValueError(f"log_format={log_format!r}: legal are text and json")
     logger = logging.getLogger("zipage")
@@ -69,4 +69,4 @@ def configure_logging(level: str = "warning", log_format: LogFormat = "text") ->
     handler = _StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logger.addHandler(handler)
-    logger.setLevel(level.upper())
+    logger.setLevel(log_level.upper())
