@@ -138,9 +138,11 @@ class RequestAccounts:
 
     def metrics(self, request: Request) -> RequestMetrics:
         """Times and events of one answer, up to now if it has not ended."""
-        end = request.finish_time or time.perf_counter()
         arrival, started = request.arrival_time, request.first_scheduled_time
         first, last = request.first_token_time, request.last_token_time
+        # A request that ends by length leaves the scheduler before its last token is known, if
+        # steps are scheduled ahead.
+        end = max(request.finish_time or time.perf_counter(), last or 0.0)
         rate = 0.0
         if first is not None and end > first and request.num_output_tokens > 1:
             rate = (request.num_output_tokens - 1) / (end - first)

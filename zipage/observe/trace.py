@@ -41,7 +41,8 @@ class _Lane:
     track: Track
     #: What it is waiting for, and since when; None while it is computed.
     waits: tuple[str, float] | None
-    status: RequestStatus = RequestStatus.WAITING
+    #: Whether it owns no blocks: not admitted yet, or preempted.
+    outside: bool = True
     admitted: bool = False
     lease: tuple[int, int] | None = None
     preemptions: int = 0
@@ -202,13 +203,13 @@ class TraceRecorder:
             lane.preemptions = request.preemptions
             kind = "swap" if request.compressed else "recompute"
             self._instant(lane, "preempted", planned, kind=kind)
-            self._wait(lane, "swapped" if kind == "swap" else "preempted", planned)
-            lane.status, lane.lease = RequestStatus.WAITING, None
-        if request.status is RequestStatus.RUNNING and lane.status is RequestStatus.WAITING:
+            self._wait(lane, "swapped out" if kind == "swap" else "to be recomputed", planned)
+            lane.outside, lane.lease = True, None
+        # One that was admitted for its last token has ended by now.
+        outside = item is None and request.status is not RequestStatus.RUNNING
+        if lane.outside and not outside:
+            lane.outside = False
             self._admitted(lane, planned)
-        lane.status = request.status
-        if request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
-            lane.status = RequestStatus.WAITING
         if request.query_slot is not None:
             lease = (request.query_slot, request.compressions)
             if lease != lane.lease:
