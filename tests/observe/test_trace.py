@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.engine.workload import assert_empty, greedy
 from tests.observe.chrome_format import check_trace
 from tests.observe.kept_reference import KeptReference
 from zipage import RequestError
+from zipage.compression.job import CompressionJob
 from zipage.observe.keepers import decode_runs, encode_runs
 from zipage.observe.trace import COMPRESSIONS, REQUESTS, STEPS, TraceRecorder
 
@@ -223,6 +225,20 @@ def test_a_failed_compression_ends_its_track(small_model: Path) -> None:
     assert whole["args"]["finish_reason"] == "error"
     assert sum(e["name"] == "compressing" for e in events) == 1
     assert not any(e["name"] == "compressed" for e in events)
+
+
+def test_compressions_queued_together_are_drawn_one_after_another() -> None:
+    recorder = TraceRecorder()
+    start = time.perf_counter()
+    for i in range(3):
+        job = CompressionJob(f"r{i}", (0, 1, 2), (0, 1), 48, 32, 0, 0, 48, 8, 0)
+        queued = start + 0.001 * i
+        recorder.compression_ended(job, queued, 0.004, start + 0.02, None)
+    events = check_trace(recorder.to_dict())
+    assert [e["args"]["request"] for e in events] == ["r0", "r1", "r2"]
+    begins = [e["ts"] - events[0]["ts"] for e in events]
+    assert begins == pytest.approx([0, 4000, 8000], abs=0.01)
+    assert [e["dur"] for e in events] == pytest.approx([4000] * 3, abs=0.01)
 
 
 @pytest.mark.parametrize(
