@@ -11,6 +11,7 @@ forward pass and the head are the model; the rest is the overhead.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import cProfile
 import json
 import pstats
@@ -108,11 +109,12 @@ def main() -> None:
     parser.add_argument("--kv-budget", type=int, default=512)
     parser.add_argument("--sample", dest="greedy", action="store_false", help="not greedy")
     parser.add_argument("--stream", action="store_true", help="every request streams its text")
+    parser.add_argument("--trace", action="store_true", help="every request is traced")
     parser.add_argument("--profile", action="store_true", help="print cProfile's view")
     parser.add_argument("--json", type=Path, help="write the medians to this file")
     args = parser.parse_args()
     options = {"kv_budget": args.kv_budget, "max_num_seqs": args.requests, "dtype": args.dtype}
-    with LLM(**options) as llm:
+    with LLM(**options) as llm, llm.trace() if args.trace else contextlib.nullcontext():
         parts = measure(llm, args)
     medians = {part: statistics.median(times) for part, times in parts.items()}
     overhead = [

@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from zipage.engine.async_llm import AsyncLLM
     from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, ZipageError
     from zipage.llm import LLM
-    from zipage.outputs import CompletionOutput, RequestMetrics, RequestOutput, Usage
+    from zipage.outputs import (
+        CompletionOutput,
+        CompressionRecord,
+        RequestMetrics,
+        RequestOutput,
+        Usage,
+    )
     from zipage.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -19,6 +25,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "CompressionRecord",
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
@@ -37,7 +44,8 @@ _HOME = {
     "EngineConfig": "zipage.config",
     "SamplingParams": "zipage.sampling_params",
     **dict.fromkeys(
-        ("CompletionOutput", "RequestMetrics", "RequestOutput", "Usage"), "zipage.outputs"
+        ("CompletionOutput", "CompressionRecord", "RequestMetrics", "RequestOutput", "Usage"),
+        "zipage.outputs",
     ),
     **dict.fromkeys(
         ("ConfigError", "EngineDeadError", "ModelError", "RequestError", "ZipageError"),

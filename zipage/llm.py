@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Any, cast
 
 from zipage.config import EngineConfig
-from zipage.engine.core import EngineStats
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.interrupt import deferred_interrupt
+from zipage.engine.stats import EngineStats
 from zipage.errors import RequestError
+from zipage.observe.trace import DEFAULT_MAX_EVENTS, TraceRecorder
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
 from zipage.tokenizer import apply_chat
@@ -86,7 +87,8 @@ class LLM:
             sampling_params: one for all, or one each; None for greedy up to the model's length.
                 (`chat` takes the model's own defaults instead.)
             priority: one for all, or one each; lower runs earlier.
-            on_step: called after every step with `EngineStats`. What it raises is raised here,
+            on_step: called after every step with `EngineStats`, whose `last_step` says what
+                happened in it. What it raises is raised here,
                 and ends the requests of this call.
 
         Raises:
@@ -229,6 +231,33 @@ class LLM:
 
     # ------------------------------------------------------------------ around it
 
+    @contextlib.contextmanager
+    def trace(self, max_events: int = DEFAULT_MAX_EVENTS) -> Iterator[TraceRecorder]:
+        """Record the life of the requests submitted inside the ``with`` block.
+
+        Answers stay the same. Compressions of traced requests are a little slower, as the
+        positions they kept are read.
+
+        Args:
+            max_events: see `TraceRecorder`.
+
+        Raises:
+            RequestError: a trace is being recorded already.
+
+        Example:
+            >>> with llm.trace() as trace:  # doctest: +SKIP
+            ...     llm.generate("...")
+            >>> trace.save("trace.json")  # doctest: +SKIP
+        """
+        recorder = TraceRecorder(max_events)
+        with self._exclusive():
+            self.engine.start_trace(recorder)
+        try:
+            yield recorder
+        finally:
+            with self._exclusive():
+                self.engine.stop_trace()
+
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
         return self.engine.tokenizer
@@ -244,7 +273,7 @@ class LLM:
         return SamplingParams.from_dict(self.engine.core.runner.model_config.default_sampling())
 
     def stats(self) -> EngineStats:
-        """Counters since the start and gauges of now."""
+        """Counters since the start, gauges of now, and what happened in the last step."""
         return self.engine.stats()
 
     def shutdown(self) -> None:

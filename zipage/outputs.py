@@ -43,6 +43,11 @@ class RequestMetrics:
         preemptions: how often it lost its blocks and was recomputed.
         swaps: how often its blocks were moved to host memory.
         cached_prompt_tokens: prompt tokens found in the prefix cache when first scheduled.
+        arrival_time: when it was submitted, in seconds since the epoch.
+        prefill_time: seconds from the first scheduled step to the first token, compressions and
+            preemptions in between included; None before it.
+        decode_time: seconds from the first token to the last one so far.
+        compression_time: seconds its compressions took.
     """
 
     queue_time: float = 0.0
@@ -55,20 +60,26 @@ class RequestMetrics:
     preemptions: int = 0
     swaps: int = 0
     cached_prompt_tokens: int = 0
+    arrival_time: float = 0.0
+    prefill_time: float | None = None
+    decode_time: float = 0.0
+    compression_time: float = 0.0
 
     @classmethod
     def aggregate(cls, completions: Sequence[RequestMetrics]) -> RequestMetrics:
         """Metrics of a request from those of its completions.
 
-        The times are those of the earliest start, first token and latest end; speeds and event
-        counts add up; ``peak_blocks`` is the largest, as completions may peak at different times;
-        ``cached_prompt_tokens`` is the largest, as all completions have the same prompt.
+        The times are those of the earliest start, first token and latest end, the longest decode
+        and all compressions together; speeds and event counts add up; ``peak_blocks`` is the
+        largest, as completions may peak at different times; ``cached_prompt_tokens`` is the
+        largest, as all completions have the same prompt.
         """
         if not completions:
             return cls()
         first_tokens = [
             part.time_to_first_token for part in completions if part.time_to_first_token is not None
         ]
+        prefills = [part.prefill_time for part in completions if part.prefill_time is not None]
         return cls(
             queue_time=min(part.queue_time for part in completions),
             time_to_first_token=min(first_tokens, default=None),
@@ -80,6 +91,10 @@ class RequestMetrics:
             preemptions=sum(part.preemptions for part in completions),
             swaps=sum(part.swaps for part in completions),
             cached_prompt_tokens=max(part.cached_prompt_tokens for part in completions),
+            arrival_time=min(part.arrival_time for part in completions),
+            prefill_time=min(prefills, default=None),
+            decode_time=max(part.decode_time for part in completions),
+            compression_time=sum(part.compression_time for part in completions),
         )
 
 
@@ -94,6 +109,32 @@ class Usage:
     def __post_init__(self) -> None:
         """Adds up the total."""
         self.total_tokens = self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionRecord:
+    """What one compression kept of a completion's KV cache.
+
+    Every layer and KV head keeps a list of its own of the tokens it holds, all of the same length.
+
+    Attributes:
+        num_tokens: tokens of prompt and answer written to the cache until then.
+        length: tokens in each list before.
+        kept: tokens in each list after.
+        lists: number of lists, layers times KV heads.
+        keepers: for each of the `num_tokens` text positions, how many lists hold it after; 0 means
+            that the token is gone.
+        layer_positions: for each layer, how many positions at least one of its lists holds after.
+        seconds: what the compression took.
+    """
+
+    num_tokens: int
+    length: int
+    kept: int
+    lists: int
+    keepers: list[int]
+    layer_positions: list[int]
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -112,6 +153,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
             token and for every other finish reason.
         metrics: of this completion alone.
+        kv_stats: what each compression so far kept. None without ``return_kv_stats``.
     """
 
     index: int
@@ -122,6 +164,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    kv_stats: list[CompressionRecord] | None = None
 
     @property
     def finished(self) -> bool:

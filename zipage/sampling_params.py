@@ -73,6 +73,8 @@ class SamplingParams:
             engine's default.
         compression: "off" keeps the full KV cache of this request, "on" compresses it even if
             the engine's default is off, None takes the engine's default.
+        return_kv_stats: return which tokens each compression kept, see
+            `CompletionOutput.kv_stats`.
 
     Raises:
         RequestError: an option has an illegal value; the message names the option, the value
@@ -101,6 +103,7 @@ class SamplingParams:
     detokenize: bool = True
     kv_budget: int | None = None
     compression: CompressionMode | None = None
+    return_kv_stats: bool = False
 
     def __post_init__(self) -> None:
         """Checks every option and brings it to its plain type."""
@@ -137,6 +140,7 @@ class SamplingParams:
             "ignore_eos",
             "skip_special_tokens",
             "detokenize",
+            "return_kv_stats",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")

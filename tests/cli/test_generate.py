@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from tests.cli.invoke import Invocation, invoke
+from tests.observe.chrome_format import check_trace
 from zipage import LLM, SamplingParams
 from zipage.engine.engine import LLMEngine
+from zipage.observe.keepers import decode_runs
 
 PROBLEM = "Add these numbers.\n#1 74\n#2 79\nWhat is the sum (#1-#2)? No checks."
 #: A small pool: the default one takes longer to allocate than all the rest.
@@ -245,3 +247,63 @@ def test_an_interrupt_while_loading_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
     assert ended.returncode == -signal.SIGINT
     assert ended.stderr == b""
+
+
+LONG = (
+    "Add these numbers.\n"
+    + "".join(f"#{i} {30 + i}\n" for i in range(1, 9))
+    + ("What is the sum (#1-#8)? Check every step.")
+)
+BUDGET = ["--block-size", "16", "--kv-budget", "128"]
+
+
+def test_trace_is_written_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    plain = generate(LONG, *BUDGET)
+    traced = generate(LONG, *BUDGET, "--trace", str(path))
+    assert traced.exit_code == plain.exit_code == 0
+    assert (traced.stdout, traced.stderr) == (plain.stdout, "")
+    events = check_trace(json.loads(path.read_text()))
+    compressions = [e["args"] for e in events if e["name"] == "compression"]
+    assert compressions
+    for args in compressions:
+        keepers = decode_runs(args["keepers"], args["text_tokens"])
+        assert sum(keepers) == args["lists"] * 128
+
+
+def test_trace_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    result = generate(PROBLEM, "--trace", str(tmp_path / "missing" / "trace.json"))
+    assert result.exit_code == 2 and "the trace can't be written" in result.stderr
+    assert result.stdout == ""
+
+
+def test_kv_stats_of_a_record(tmp_path: Path) -> None:
+    records = [
+        {"prompt": LONG, "return_kv_stats": True, "max_tokens": 150},
+        {"prompt": LONG, "max_tokens": 5},
+    ]
+    file, out = write_jsonl(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    assert generate("--file", file, "--output", str(out), *BUDGET).exit_code == 0
+    first, second = read_jsonl(out)
+    assert len(first["kv_stats"]) == first["metrics"]["compressions"] > 0
+    assert len(first["kv_stats"][0]["keepers"]) == first["kv_stats"][0]["num_tokens"]
+    assert "kv_stats" not in second
+
+
+def test_log_goes_to_stderr_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = (LONG, *BUDGET, "--max-tokens", "150")
+    quiet = generate(*args)
+    loud = generate(*args, "--log-level", "debug", "--log-format", "json")
+    assert quiet.stderr == "" and loud.stdout == quiet.stdout
+    entries = [json.loads(line) for line in loud.stderr.splitlines()]
+    assert {e["level"] for e in entries} == {"info", "debug"}
+    of_request = [e for e in entries if "request_id" in e]
+    assert {e["request_id"] for e in of_request} == {"request-0"}
+    assert sum("compressed from" in e["message"] for e in of_request) > 0
+    assert of_request[-1]["finish_reason"] == "length"
+    assert "Add these" not in loud.stderr
+    monkeypatch.setenv("ZIPAGE_LOG_LEVEL", "info")
+    lines = generate(*args).stderr.splitlines()
+    assert sum("request request-0" in line for line in lines) == 2
+    assert generate(*args).stderr != "" and generate(*args, "--log-level", "error").stderr == ""
+    assert generate(PROBLEM, "--log-level", "loud").exit_code == 2

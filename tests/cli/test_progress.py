@@ -5,7 +5,7 @@ import io
 import pytest
 
 from zipage.cli.progress import EngineProgress
-from zipage.engine.core import EngineStats
+from zipage.engine.stats import EngineStats
 
 
 class Terminal(io.StringIO):

@@ -22,7 +22,7 @@ from zipage.demo.contest import (
     zipage_side,
 )
 from zipage.demo.view import View, pool_map, result_table, verdict
-from zipage.engine.core import EngineStats
+from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError
 from zipage.evals.problems import generate_problems
 from zipage.tokenizer import apply_chat, load_tokenizer

@@ -15,8 +15,8 @@ import torch
 
 from zipage.bench.roofline import Roofline, measure_copy_bandwidth, weight_bytes_per_step
 from zipage.bench.workloads import BenchRequest
-from zipage.engine.core import EngineStats
 from zipage.engine.request import RequestStatus
+from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError, ZipageError
 from zipage.evals.machine import describe_machine
 from zipage.llm import LLM

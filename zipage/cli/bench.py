@@ -14,12 +14,13 @@ from rich.table import Table
 
 from zipage.bench.workloads import PRESETS, BenchRequest, check_lengths, make_workload
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 
 if TYPE_CHECKING:
     from zipage.bench.offline import RunResult
-    from zipage.engine.core import EngineStats
+    from zipage.engine.stats import EngineStats
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 
@@ -30,6 +31,7 @@ def _bench() -> None:
 
 
 @app.command("offline")
+@with_logging
 @with_options("engine", engine_options())
 def offline(
     workload: Annotated[

@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 
 #: Engine options of the demo; the memory and the policy are what it is about.
 _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_compression")
 
 
+@with_logging
 @with_options("engine", engine_options(only=_ENGINE))
 def demo(
     *,

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zipage.engine.core import EngineStats
+    from zipage.engine.stats import EngineStats
     from zipage.evals.problems import Problem
     from zipage.evals.runner import Cell, CellResult
 
@@ -26,6 +27,7 @@ _GENERATED_MIN_TOKENS = 1000
 _FILE_COLUMNS = 160
 
 
+@with_logging
 @with_options("engine", [option for option in engine_options() if option.name not in _OWN])
 def evaluate(
     *,

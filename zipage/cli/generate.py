@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
+from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, sampling_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.records import (
@@ -37,6 +38,7 @@ class InputFormat(str, enum.Enum):
     jsonl = "jsonl"
 
 
+@with_logging
 @with_options("sampling", sampling_options())
 @with_options("engine", engine_options())
 def generate(
@@ -84,6 +86,14 @@ def generate(
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="Add the generated token ids to the JSONL.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            help="Write here what became of every request: scheduling, compressions and the "
+            "tokens they kept, as JSON that ui.perfetto.dev and chrome://tracing open.",
+        ),
+    ] = None,
     *,
     engine: dict[str, Any],
     sampling: dict[str, Any],
@@ -107,6 +117,8 @@ def generate(
 
             llm = stack.enter_context(LLM(options.pop("model"), **options))
         stream = stack.enter_context(_open_output(output))
+        if trace is not None:
+            stack.enter_context(_traced(llm, trace))
         job = _Job(llm, records, given, chat)
         if is_batch or output is not None:
             code = _run_batch(job, stream, token_ids, is_batch)
@@ -158,6 +170,23 @@ def _open_output(path: Path | None) -> Iterator[TextIO]:
         raise typer.BadParameter(f"the output can't be written: {error}") from None
     with stream:
         yield stream
+
+
+@contextlib.contextmanager
+def _traced(llm: LLM, path: Path) -> Iterator[None]:
+    """Trace what runs inside, and write it however that ends."""
+    try:
+        path.touch()  # A path that can't be written is told before the work is done.
+    except OSError as error:
+        message = f"the trace can't be written: {error}"
+        raise typer.BadParameter(message, param_hint="--trace") from None
+    with llm.trace() as recorder:
+        try:
+            yield
+        finally:
+            recorder.save(path)
+    if recorder.dropped_events:
+        typer.echo(f"The trace was full: {recorder.dropped_events} events are missing.", err=True)
 
 
 class _Job:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
-    from zipage.engine.core import EngineStats
+    from zipage.engine.stats import EngineStats
 
 _REFRESH_SECONDS = 0.1
 #: Tokens per second are those of the last seconds.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from zipage.compression.job import CompressionJob
 
-RunJob = Callable[[CompressionJob], None]
+#: Carries out a compression; returns the positions it kept if the job asks for them, on the CPU.
+RunJob = Callable[[CompressionJob], "torch.Tensor | None"]
 
 #: Seconds between two looks at whether the worker thread is still there.
 _LIVENESS_INTERVAL = 1.0
@@ -24,10 +26,21 @@ _JOIN_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class CompressionOutcome:
-    """A compression that ended; `error` is what it raised, if it failed."""
+    """A compression that ended.
+
+    Attributes:
+        request_id: whose it was.
+        error: what it raised, if it failed.
+        kept: ``[L, H, keep]`` text positions it kept, if the job asked for them.
+        started: when it began (`time.perf_counter`); on a CUDA stream, when it was queued there.
+        seconds: what it took; on a CUDA stream as measured by the device.
+    """
 
     request_id: str
     error: BaseException | None
+    kept: torch.Tensor | None = None
+    started: float = 0.0
+    seconds: float = 0.0
 
 
 class CompressionExecutor(ABC):
@@ -51,11 +64,14 @@ class CompressionExecutor(ABC):
 
 
 def _run(run: RunJob, job: CompressionJob) -> CompressionOutcome:
+    started = time.perf_counter()
+    kept, failure = None, None
     try:
-        run(job)
+        kept = run(job)
     except Exception as error:
-        return CompressionOutcome(job.request_id, error)
-    return CompressionOutcome(job.request_id, None)
+        failure = error
+    seconds = time.perf_counter() - started
+    return CompressionOutcome(job.request_id, failure, kept, started, seconds)
 
 
 class SyncExecutor(CompressionExecutor):
@@ -155,46 +171,60 @@ def _dismiss(todo: _Todo, thread: threading.Thread) -> None:
         thread.join(_JOIN_SECONDS)
 
 
+@dataclass(frozen=True)
+class _OnStream:
+    """A compression queued on a CUDA stream, between two events of it."""
+
+    queued: CompressionOutcome
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
 class StreamExecutor(CompressionExecutor):
     """Queues compressions on a CUDA stream of low priority; events tell when they ended."""
 
     def __init__(self, run: RunJob, device: torch.device) -> None:
         self._run = run
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in_flight: deque[tuple[CompressionJob, torch.cuda.Event]] = deque()
+        self._in_flight: deque[_OnStream] = deque()
         self._failed: list[CompressionOutcome] = []
 
     def submit(self, job: CompressionJob) -> None:
         current = torch.cuda.current_stream(self._stream.device)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # The keys and queries the compression reads were written on the current stream.
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
+            began.record(self._stream)
             outcome = _run(self._run, job)
-            event.record(self._stream)
+            ended.record(self._stream)
         if outcome.error is not None:
             # What it enqueued before it failed still writes to blocks that are released now.
-            current.wait_event(event)
+            current.wait_event(ended)
             self._failed.append(outcome)
             return
-        self._in_flight.append((job, event))
+        self._in_flight.append(_OnStream(outcome, began, ended))
 
     def _take(self) -> CompressionOutcome:
-        job, event = self._in_flight.popleft()
+        """The oldest compression, which has ended."""
+        job = self._in_flight.popleft()
         # The blocks are read and written on the current stream from now on.
-        torch.cuda.current_stream(self._stream.device).wait_event(event)
-        return CompressionOutcome(job.request_id, None)
+        torch.cuda.current_stream(self._stream.device).wait_event(job.ended)
+        # Both events have happened, so that this does not wait.
+        milliseconds = job.began.elapsed_time(job.ended)
+        return replace(job.queued, seconds=milliseconds / 1000)
 
     def poll(self) -> list[CompressionOutcome]:
         done, self._failed = self._failed, []
-        while self._in_flight and self._in_flight[0][1].query():  # type: ignore[no-untyped-call]
+        while self._in_flight and self._in_flight[0].ended.query():  # type: ignore[no-untyped-call]
             done.append(self._take())
         return done
 
     def wait(self) -> list[CompressionOutcome]:
         done = self.poll()
         if not done and self._in_flight:
-            self._in_flight[0][1].synchronize()
+            self._in_flight[0].ended.synchronize()
             done = self.poll()
         return done
 

@@ -23,6 +23,7 @@ class CompressionJob:
             position ``num_tokens - length + t``; slots below have theirs in the position store.
         prompt_len: tokens of the prompt.
         compression_index: how many compressions this request had before.
+        report_kept: whether the text positions of the survivors are reported.
     """
 
     request_id: str
@@ -35,3 +36,4 @@ class CompressionJob:
     num_tokens: int
     prompt_len: int
     compression_index: int
+    report_kept: bool = False

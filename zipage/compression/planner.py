@@ -78,6 +78,7 @@ def make_job(request: Request, plan: TargetPlan, pool: BlockPool) -> Compression
         num_tokens=request.num_computed,
         prompt_len=request.prompt_len,
         compression_index=request.compressions,
+        report_kept=request.report_kept,
     )
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from zipage.config import FULL, EngineConfig
-from zipage.engine.core import EngineStats
 from zipage.engine.request import RequestStatus
+from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError
 from zipage.evals.problems import Problem, count_tokens
 from zipage.evals.runner import Answer

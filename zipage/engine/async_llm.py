@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zipage.config import EngineConfig
-from zipage.engine.core import EngineStats
 from zipage.engine.engine import LLMEngine, Prompt
+from zipage.engine.stats import EngineStats
 from zipage.errors import EngineDeadError
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
@@ -48,14 +48,23 @@ class AsyncLLM:
 
     Args:
         model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
+        on_step: called on the engine's thread after every step, with `EngineStats` whose
+            `last_step` says what happened in it. It must be quick and must not raise: if it does,
+            that is logged and it is not called again.
         **options: any option of `EngineConfig`.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_step: Callable[[EngineStats], None] | None = None,
+        **options: Any,
+    ) -> None:
         self.config = EngineConfig.from_options({"model": model, **options})
         self.engine = LLMEngine(self.config)
         # Neither the thread nor a command refers to this object, so that it can be collected.
-        self._loop = _EngineLoop(self.engine)
+        self._loop = _EngineLoop(self.engine, on_step)
         self._stopped = False
         #: Orders submissions before the stop command, so that none is left unanswered.
         self._submission = threading.Lock()
@@ -133,7 +142,7 @@ class AsyncLLM:
         loop.commands.put(command)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges as of the last step."""
+        """Counters, gauges and what happened in the last step, as of then."""
         return self._loop.stats
 
     @property
@@ -166,8 +175,11 @@ class _EngineLoop:
         error: what stopped the engine before its time.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(
+        self, engine: LLMEngine, on_step: Callable[[EngineStats], None] | None = None
+    ) -> None:
         self.engine = engine
+        self._on_step = on_step
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.listeners: dict[str, _Listener] = {}
         self.stats = engine.stats()
@@ -181,7 +193,8 @@ class _EngineLoop:
                 if self.engine.has_unfinished:
                     for output in self.engine.step():
                         self.deliver(output)
-                self.stats = self.engine.stats()
+                    self.stats = self.engine.stats()
+                    self._report_step()
             for request_id in list(self.listeners):
                 last = self.engine.abort(request_id)
                 if last is not None:
@@ -203,6 +216,14 @@ class _EngineLoop:
                 self.engine.shutdown()
             except Exception:
                 logger.exception("the engine could not be shut down cleanly")
+
+    def _report_step(self) -> None:
+        if self._on_step is not None:
+            try:
+                self._on_step(self.stats)
+            except Exception:
+                logger.exception("on_step failed and is not called again")
+                self._on_step = None
 
     def _carry_out(self) -> bool:
         """Carry out all commands, waiting for one when idle; False to stop."""

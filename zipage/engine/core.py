@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from zipage.compression.executor import CompressionOutcome, make_executor
 from zipage.compression.job import CompressionJob
+from zipage.compression.retention import count_keepers
 from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request, RequestStatus
 from zipage.engine.scheduler import (
@@ -19,6 +22,7 @@ from zipage.engine.scheduler import (
     SwapMove,
 )
 from zipage.engine.split import halve_requests, halve_tokens, largest
+from zipage.engine.stats import EngineStats, StepStats
 from zipage.execution.faults import (
     is_beyond_repair,
     is_out_of_memory,
@@ -27,6 +31,7 @@ from zipage.execution.faults import (
 )
 from zipage.execution.model_runner import ModelRunner
 from zipage.execution.sampler import LaunchedSample, SamplerOutput
+from zipage.observe.trace import TraceRecorder
 from zipage.outputs import FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
@@ -50,50 +55,6 @@ class TokenUpdate:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-
-
-@dataclass
-class EngineStats:
-    """Counters since the start and gauges of now. Times are seconds, sizes tokens or blocks.
-
-    `prefill_tokens` are computed prompt tokens and recomputed ones, not those found in the cache.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    compressing: int = 0
-    swapped: int = 0
-    blocks_total: int = 0
-    blocks_owned: int = 0
-    blocks_cached: int = 0
-    blocks_free: int = 0
-    query_slots_total: int = 0
-    query_slots_in_use: int = 0
-    steps: int = 0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    compressions: int = 0
-    evicted_tokens: int = 0
-    preemptions_recompute: int = 0
-    preemptions_swap: int = 0
-    stalls_resolved: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    step_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    compression_seconds: float = 0.0
-    running_sum: int = 0
-    blocks_owned_sum: int = 0
-
-    @property
-    def preemptions(self) -> int:
-        """Preemptions of both kinds."""
-        return self.preemptions_recompute + self.preemptions_swap
-
-    @property
-    def mean_running(self) -> float:
-        """Requests computed per step, on average."""
-        return self.running_sum / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +105,10 @@ class EngineCore:
         self._ahead = config.schedules_ahead(self.runner.device.type)
         self._in_flight: _InFlight | None = None
         self._stats = EngineStats()
+        #: Of the running step; an interrupted one leaves it to the next.
+        self._step = StepStats()
+        #: Told of every step, if somebody wants to see them.
+        self.recorder: TraceRecorder | None = None
         #: What the running step did so far; an interrupted one leaves it to the next.
         self._updates: list[TokenUpdate] = []
 
@@ -172,7 +137,7 @@ class EngineCore:
         finish reason ``error``; the others are not disturbed.
         """
         started = time.perf_counter()
-        updates = self._updates
+        updates, recorder = self._updates, self.recorder
         self._collect(self._executor.poll(), updates)
         jobs = self.scheduler.plan_compressions()
         self._swap(self.runner.swap_out, self.scheduler.take_swap_outs(), updates)
@@ -186,6 +151,7 @@ class EngineCore:
         if not self._asynchronous:
             self._collect(self._executor.poll(), updates)
         plan = self.scheduler.schedule()
+        planned = time.perf_counter()
         self._swap(self.runner.swap_out, plan.swap_outs, updates)
         self._swap(self.runner.swap_in, plan.swap_ins, updates)
         self._drop_ended(plan)  # by a failed swap
@@ -198,9 +164,16 @@ class EngineCore:
                 self._execute(plan, updates)
             elif self.scheduler.jobs and not settled:
                 self._collect(self._executor.wait(), updates)
-        stats = self._stats
-        stats.step_seconds += time.perf_counter() - started
+        ended = time.perf_counter()
+        stats, step = self._stats, self._step
+        step.index = stats.last_step.index + 1
+        step.seconds = ended - started
+        step.num_running = len(plan.scheduled)
+        stats.step_seconds += step.seconds
+        stats.last_step, self._step = step, StepStats()
         self._updates = []
+        if recorder is not None:
+            recorder.step_ended(step, self.scheduler, plan.scheduled, started, planned, ended)
         return updates
 
     def _swap(
@@ -212,36 +185,72 @@ class EngineCore:
         for move in moves:
             if move.request.request_id not in self.scheduler.requests:
                 continue  # failed on its way out
+            request_id, fields = move.request.request_id, move.request.log_fields
             try:
                 copy(move)
+                logger.debug(
+                    "request %s: %d blocks swapped", request_id, len(move.block_ids), extra=fields
+                )
             except Exception as error:
-                logger.exception("swapping request %s failed", move.request.request_id)
+                logger.exception("swapping request %s failed", request_id, extra=fields)
                 self.scheduler.finish(move.request)
                 self.runner.swap.drop(move.request.request_id)
                 updates.append(_failed(move.request, error, "swap"))
 
     def _submit(self, job: CompressionJob, updates: list[TokenUpdate]) -> None:
+        if self.recorder is not None:
+            self.recorder.compression_submitted(job, time.perf_counter())
         try:
             self._executor.submit(job)
         except Exception as error:
             self._collect([CompressionOutcome(job.request_id, error)], updates)
 
-    def _compress(self, job: CompressionJob) -> None:
-        started = time.perf_counter()
-        self.runner.compress(job)
-        self._stats.compression_seconds += time.perf_counter() - started
+    def _compress(self, job: CompressionJob) -> torch.Tensor | None:
+        return self.runner.compress(job)
 
     def _collect(self, outcomes: Iterable[CompressionOutcome], updates: list[TokenUpdate]) -> None:
         for outcome in outcomes:
+            self._stats.compression_seconds += outcome.seconds
             if outcome.error is None:
-                self.scheduler.finish_compression(outcome.request_id)
+                self._compressed(outcome)
                 continue
-            logger.error(
-                "compression of request %s failed", outcome.request_id, exc_info=outcome.error
-            )
             request = self.scheduler.fail_compression(outcome.request_id)
+            logger.error(
+                "compression of request %s failed",
+                outcome.request_id,
+                exc_info=outcome.error,
+                extra=request.log_fields,
+            )
             if not request.aborted:
                 updates.append(_failed(request, outcome.error, "compression"))
+
+    def _compressed(self, outcome: CompressionOutcome) -> None:
+        job = self.scheduler.jobs[outcome.request_id]
+        request = self.scheduler.finish_compression(outcome.request_id)
+        request.compression_seconds += outcome.seconds
+        self._step.compression_seconds.append(outcome.seconds)
+        record = None
+        if outcome.kept is not None:
+            record = count_keepers(outcome.kept, job, outcome.seconds)
+            if request.payload.kv_stats is not None:
+                request.payload.kv_stats.append(record)
+        if self.recorder is not None:
+            now = time.perf_counter()
+            self.recorder.compression_ended(job, outcome.started, outcome.seconds, now, record)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s compressed from %d to %d tokens in %.1f ms",
+                request.request_id,
+                job.length,
+                job.keep,
+                1000 * outcome.seconds,
+                extra={
+                    **request.log_fields,
+                    "length": job.length,
+                    "kept": job.keep,
+                    "seconds": outcome.seconds,
+                },
+            )
 
     def _drop_ended(self, plan: StepPlan) -> None:
         live = self.scheduler.requests
@@ -280,7 +289,7 @@ class EngineCore:
         self._count_step(len(plan.scheduled), owned)
         live = self.scheduler.requests
         for item in plan.scheduled:
-            self._count_prefill(item)
+            self._count_tokens(item)
         pending = []
         for row, request in enumerate(sampling):
             if request.request_id not in live:
@@ -362,7 +371,8 @@ class EngineCore:
                 todo += [(half, True) for half in reversed(halve_tokens(part))]
             else:
                 victim = largest(part).request
-                logger.error("request %s failed in a model step: %r", victim.request_id, error)
+                message = "request %s failed in a model step: %r"
+                logger.error(message, victim.request_id, error, extra=victim.log_fields)
                 self.scheduler.finish(victim)
                 updates.append(_failed(victim, error, "model step"))
                 todo.append((part, False))
@@ -399,7 +409,7 @@ class EngineCore:
         row = 0
         for item in plan.scheduled:
             request = item.request
-            self._count_prefill(item)
+            self._count_tokens(item)
             update = TokenUpdate(request)
             read = prompts.get(request.request_id) if prompts else None
             if read is not None:
@@ -424,9 +434,12 @@ class EngineCore:
         self._stats.running_sum += computed
         self._stats.blocks_owned_sum += owned
 
-    def _count_prefill(self, item: ScheduledTokens) -> None:
+    def _count_tokens(self, item: ScheduledTokens) -> None:
         if item.num_tokens > 1 or not item.samples or not item.request.num_output_tokens:
             self._stats.prefill_tokens += item.num_tokens
+            self._step.prefill_tokens += item.num_tokens
+        else:
+            self._step.decode_tokens += 1
 
     def _append_token(
         self, update: TokenUpdate, output: SamplerOutput, row: int, now: float
@@ -434,8 +447,12 @@ class EngineCore:
         request, token = update.request, output.token_ids[row]
         request.token_ids.append(token)
         request.payload.output_token_ids.append(token)
-        if request.first_token_time is None:
+        if request.last_token_time is None:
             request.first_token_time = now
+            self._step.first_token_seconds.append(now - request.arrival_time)
+        else:
+            self._step.inter_token_seconds.append(now - request.last_token_time)
+        request.last_token_time = now
         self._stats.generated_tokens += 1
         update.token_ids.append(token)
         logprobs = output.logprobs[row] if output.logprobs else None
@@ -457,6 +474,11 @@ class EngineCore:
             update.finish_reason = "length"
 
     # ------------------------------------------------------------------ observation and end
+
+    @property
+    def last_step(self) -> StepStats:
+        """What happened in the last step."""
+        return self._stats.last_step
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""

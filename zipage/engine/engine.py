@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import numbers
-import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +13,15 @@ from typing import Any
 import numpy as np
 
 from zipage.config import EngineConfig
-from zipage.engine.core import EngineCore, EngineStats, TokenUpdate
+from zipage.engine.accounts import RequestAccounts
+from zipage.engine.core import EngineCore, TokenUpdate
 from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final, token_text
 from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
+from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, shown
 from zipage.execution.sampler import SamplingState
+from zipage.observe.trace import TraceRecorder
 from zipage.outputs import (
     CompletionOutput,
     FinishReason,
@@ -54,6 +56,10 @@ class _Group:
     def finished(self) -> bool:
         return self.unfinished == 0
 
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        return {"request_id": self.request_id}
+
 
 class LLMEngine:
     """The engine behind `LLM`, `AsyncLLM` and the server. Not thread-safe.
@@ -76,6 +82,7 @@ class LLMEngine:
         self._ids = itertools.count()
         self._serial = itertools.count()
         self._dead: BaseException | None = None
+        self._accounts = RequestAccounts()
 
     @property
     def tokenizer(self) -> Any:
@@ -127,6 +134,29 @@ class LLMEngine:
             EngineDeadError: the engine has failed.
         """
         self._check_alive()
+        try:
+            text, token_ids = self._resolve_prompt(prompt)
+        except RequestError:
+            self._accounts.refused(
+                request_id, "its prompt is not legal"
+            )  # The message may quote it.
+            raise
+        try:
+            return self._submit(text, token_ids, params, request_id, priority, stream, salt)
+        except RequestError as error:
+            self._accounts.refused(request_id, str(error))
+            raise
+
+    def _submit(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        stream: bool,
+        salt: str,
+    ) -> str:
         if not isinstance(salt, str) or not _is_unicode(salt):
             raise RequestError(f"salt={shown(salt)} must be a string of valid Unicode")
         if request_id is not None and not isinstance(request_id, str):
@@ -143,7 +173,6 @@ class LLMEngine:
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}"
             )
-        text, token_ids = self._resolve_prompt(prompt)
         if params.detokenize:
             _ = self.tokenizer  # without one refused here, not when its answer is decoded
         params.verify(self.vocab_size)
@@ -164,6 +193,7 @@ class LLMEngine:
             raise
         group.unfinished = params.n
         self._groups[request_id] = group
+        self._accounts.accepted(request_id, group.requests)
         return request_id
 
     def _resolve_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -282,6 +312,8 @@ class LLMEngine:
         answer = SequenceState(group.request_id, params, sampling, output, index, detokenizer)
         if params.logprobs is not None:
             answer.logprobs, answer.cumulative_logprob = [], 0.0
+        if params.return_kv_stats:
+            answer.kv_stats = []
         reads_prompt = (
             params.prompt_logprobs is not None and index == 0 and len(group.prompt_token_ids) > 1
         )
@@ -299,6 +331,8 @@ class LLMEngine:
             leader=group.requests[0] if index and self.config.enable_prefix_caching else None,
             # One answer reads the prompt's logits for all of them.
             next_prompt_logits=0 if reads_prompt else None,
+            report_kept=params.return_kv_stats or self._accounts.recorder is not None,
+            external_id=group.request_id,
             payload=answer,
         )
 
@@ -324,6 +358,7 @@ class LLMEngine:
         self._check_alive()
         with self._stopping_on_failure():
             outputs = self._publish(self.core.step())
+            self.core.last_step.finished = self._accounts.take_ended()
             if self._groups and not self.core.has_unfinished:
                 raise RuntimeError(f"requests {sorted(self._groups)} were lost")
         return outputs
@@ -373,7 +408,9 @@ class LLMEngine:
                     answer.text += answer.detokenizer.push(update.token_ids)
                     found = answer.detokenizer.stopped
             except Exception as error:
-                logger.exception("detokenising request %s failed", group.request_id)
+                logger.exception(
+                    "detokenising request %s failed", group.request_id, extra=group.log_fields
+                )
                 reason = "error"
                 update.error = f"detokeniser failed: {type(error).__name__}: {error}"
             if found is not None:
@@ -409,10 +446,13 @@ class LLMEngine:
                 )
         except Exception as failure:
             if answer.error is None:
-                logger.exception("detokenising request %s failed", group.request_id)
+                logger.exception(
+                    "detokenising request %s failed", group.request_id, extra=group.log_fields
+                )
                 answer.finish_reason = "error"
                 answer.error = f"detokeniser failed: {type(failure).__name__}: {failure}"
         group.unfinished -= 1
+        self._accounts.ended(group.requests[answer.index], answer)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at any moment; returns its last output, None if it is not live or the
@@ -440,7 +480,8 @@ class LLMEngine:
             try:
                 outputs.append(self._end_group(group, "error", cause))
             except Exception:  # what broke the engine may be what reports its end
-                logger.exception("no last output can be made for request %s", group.request_id)
+                message = "no last output can be made for request %s"
+                logger.exception(message, group.request_id, extra=group.log_fields)
         return outputs
 
     def _end_group(self, group: _Group, reason: FinishReason, error: str | None) -> RequestOutput:
@@ -467,8 +508,22 @@ class LLMEngine:
         self.core.shutdown(failed)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges of the core."""
-        return self.core.stats()
+        """A snapshot of counters and gauges, with what happened in the last step."""
+        return self._accounts.fill(self.core.stats())
+
+    def start_trace(self, recorder: TraceRecorder) -> None:
+        """Record the requests submitted from now on, and every step.
+
+        Raises:
+            RequestError: another trace is being recorded.
+        """
+        if self._accounts.recorder is not None:
+            raise RequestError("a trace is being recorded already: stop it first")
+        self._accounts.recorder = self.core.recorder = recorder
+
+    def stop_trace(self) -> None:
+        """Record nothing more."""
+        self._accounts.recorder = self.core.recorder = None
 
     # ------------------------------------------------------------------ outputs
 
@@ -484,7 +539,8 @@ class LLMEngine:
                 logprobs=None if answer.logprobs is None else list(answer.logprobs),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
-                metrics=_metrics(request),
+                metrics=self._accounts.metrics(request),
+                kv_stats=None if answer.kv_stats is None else list(answer.kv_stats),
             )
             for request, answer in ((r, r.payload) for r in group.requests)
         ]
@@ -516,27 +572,3 @@ def _token_id(token: Any) -> int:
 
 def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _metrics(request: Request) -> RequestMetrics:
-    end = request.finish_time or time.perf_counter()
-    arrival, started, first = (
-        request.arrival_time,
-        request.first_scheduled_time,
-        request.first_token_time,
-    )
-    rate = 0.0
-    if first is not None and end > first and request.num_output_tokens > 1:
-        rate = (request.num_output_tokens - 1) / (end - first)
-    return RequestMetrics(
-        queue_time=(started or end) - arrival,
-        time_to_first_token=None if first is None else first - arrival,
-        e2e_time=end - arrival,
-        tokens_per_second=rate,
-        compressions=request.compressions,
-        evicted_tokens=request.evicted_tokens,
-        peak_blocks=request.peak_blocks,
-        preemptions=request.preemptions,
-        swaps=request.swaps,
-        cached_prompt_tokens=request.cached_prompt_tokens or 0,
-    )

@@ -37,6 +37,8 @@ class Request:
         leader: request whose prefill this one waits for, to share its prompt blocks (n > 1).
         next_prompt_logits: first prompt position whose logits the layer above has yet to read; the
             tokens from it on are computed even where the prefix cache holds them. None: no more.
+        report_kept: whether its compressions report the text positions they kept.
+        external_id: what the submitter calls the request it belongs to, for logs.
         payload: whatever the layer above attaches; the scheduler does not look at it.
         token_ids: prompt and generated tokens; the last one may be `PENDING_TOKEN`.
         num_computed: text tokens whose keys and values were written (some may be evicted since).
@@ -54,6 +56,8 @@ class Request:
     salt: bytes = b""
     leader: Request | None = None
     next_prompt_logits: int | None = None
+    report_kept: bool = False
+    external_id: str | None = None
     payload: Any = None
 
     sequence: int = 0
@@ -73,9 +77,11 @@ class Request:
     arrival_time: float = field(default_factory=time.perf_counter)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finish_time: float | None = None
     compressions: int = 0
     evicted_tokens: int = 0
+    compression_seconds: float = 0.0
     peak_blocks: int = 0
     preemptions: int = 0
     swaps: int = 0
@@ -137,6 +143,14 @@ class Request:
         if self.compressed or self.bounded_prefill:
             return min(full, self.max_blocks)
         return min(full, max(self.max_blocks, -(-self.prompt_len // b)))
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """Structured fields of a log message about this request."""
+        return {
+            "request_id": self.external_id or self.request_id,
+            "sequence_id": self.request_id,
+        }
 
     def set_blocks(self, block_ids: list[int]) -> None:
         """Replace the block table."""

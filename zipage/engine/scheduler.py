@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from zipage.compression.job import CompressionJob
 from zipage.compression.planner import make_job, new_blocks, plan_targets, surplus_blocks
 from zipage.engine.request import Request, RequestStatus
 from zipage.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,16 @@ class Scheduler:
     def _append(self, plan: StepPlan, request: Request, count: int) -> None:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.perf_counter()
+            if logger.isEnabledFor(logging.DEBUG):
+                cached = request.cached_prompt_tokens or 0
+                logger.debug(
+                    "request %s is scheduled: %d of its %d tokens in this step, %d were cached",
+                    request.request_id,
+                    count,
+                    len(request.token_ids),
+                    cached,
+                    extra={**request.log_fields, "cached_prompt_tokens": cached},
+                )
         plan.scheduled.append(ScheduledTokens(request, count, count == request.num_pending))
 
     def _grant(self, request: Request, limit: int, may_preempt: bool = True) -> int:
@@ -374,6 +387,14 @@ class Scheduler:
         return 0 if request.query_slot is None else 1
 
     def _preempt(self, request: Request) -> None:
+        kind = "swap" if request.compressed else "recompute"
+        logger.debug(
+            "request %s is preempted (%s) and gives back %d blocks",
+            request.request_id,
+            kind,
+            len(request.block_ids),
+            extra={**request.log_fields, "preemption": kind},
+        )
         request.preemptions += 1
         if request.compressed:
             self.counters.preemptions_swap += 1
@@ -528,6 +549,11 @@ class Scheduler:
                     last,
                     request.salt,
                 )
+
+    @property
+    def token_budget_left(self) -> int:
+        """Tokens of prompts that the last plan could have taken on."""
+        return self._budget_left
 
     @property
     def num_query_slots_in_use(self) -> int:

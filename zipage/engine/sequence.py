@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zipage.engine.detokenizer import IncrementalDetokenizer
 from zipage.execution.sampler import SamplingState
-from zipage.outputs import FinishReason, Logprob
+from zipage.outputs import CompressionRecord, FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
 
@@ -22,6 +22,7 @@ class SequenceState:
         index: which of the `n` answers.
         detokenizer: present when somebody reads the text as it is generated, or a stop string has
             to be found; otherwise the text is decoded once at the end.
+        kv_stats: what each compression kept, if that is reported.
     """
 
     group_id: str
@@ -36,3 +37,4 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    kv_stats: list[CompressionRecord] | None = None

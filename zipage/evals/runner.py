@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zipage.config import FULL, EngineConfig
-from zipage.engine.core import EngineStats
+from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError
 from zipage.evals.problems import Problem, extract_answer, is_correct
 from zipage.llm import LLM

@@ -17,6 +17,7 @@ from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.kernels import KernelChoice
 from zipage.compression.policies import make_policy
+from zipage.compression.retention import kept_positions
 from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
@@ -382,10 +383,17 @@ class ModelRunner:
     # ------------------------------------------------------------------ cache moves
 
     @torch.inference_mode()
-    def compress(self, job: CompressionJob) -> None:
-        """Carry out one compression. May run on another thread or stream than the steps."""
+    def compress(self, job: CompressionJob) -> torch.Tensor | None:
+        """Carry out one compression. May run on another thread or stream than the steps.
+
+        Returns the positions it kept if the job asks for them, see `kept_positions`.
+        """
         assert self.compressor is not None
         self.compressor.run(job)
+        if not job.report_kept:
+            return None
+        beside = self.config.compresses_beside(self.device.type)
+        return kept_positions(self.cache, job, wait=not beside)
 
     @torch.inference_mode()
     def swap_out(self, move: SwapMove) -> None:

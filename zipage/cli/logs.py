@@ -1,0 +1,63 @@
+"""Log options of the commands that run an engine."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from zipage.cli.options import CommandOption, with_options
+from zipage.observe.logs import LEVELS, configure_logging
+
+_Level = enum.Enum("_Level", {name: name for name in LEVELS}, type=str)  # type: ignore[misc]
+
+
+class _Format(str, enum.Enum):
+    text = "text"
+    json = "json"
+
+
+_OPTIONS = [
+    CommandOption(
+        "log_level",
+        Annotated[
+            _Level,
+            typer.Option(
+                envvar="ZIPAGE_LOG_LEVEL",
+                case_sensitive=False,
+                help="Least severe messages written to stderr.",
+                rich_help_panel="Logging",
+            ),
+        ],
+        _Level("warning"),
+        lambda level: level.value,
+    ),
+    CommandOption(
+        "log_format",
+        Annotated[
+            _Format,
+            typer.Option(
+                envvar="ZIPAGE_LOG_FORMAT",
+                case_sensitive=False,
+                help="Lines of text, or a JSON object a line.",
+                rich_help_panel="Logging",
+            ),
+        ],
+        _Format.text,
+        lambda log_format: log_format.value,
+    ),
+]
+
+
+def with_logging(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--log-level` and `--log-format`, and set up the log before it runs."""
+
+    @functools.wraps(command)
+    def configured(*, logs: dict[str, Any], **arguments: Any) -> Any:
+        configure_logging(**logs)
+        return command(**arguments)
+
+    return with_options("logs", _OPTIONS)(configured)
