@@ -59,6 +59,8 @@ def test_prefill_chunks_and_decode(geometry: Geometry, backend_name: str) -> Non
     backend = build(backend_name, paged)
     b = geometry.block_size
     lengths = [b - 1, b, b + 1, 3 * b + 2, 75]
+    if backend_name == "triton":  # the interpreter is slow
+        lengths = [b - 1, b + 1, min(2 * b + 2, 70)]
     texts = [paged.text(n + 3, offset=7 * i) for i, n in enumerate(lengths)]
     outputs: list[list[torch.Tensor]] = [[] for _ in texts]
 
