@@ -165,3 +165,10 @@ def test_version() -> None:
 
     result = invoke("--version")
     assert result.output == f"zipage {__version__}\n"
+
+
+@pytest.mark.parametrize("path", [("generate",), ("bench", "offline"), ("eval",), ("demo",)])
+def test_commands_that_run_an_engine_have_log_options(path: tuple[str, ...]) -> None:
+    params = params_of(*path)
+    assert params["log_level"].envvar == "ZIPAGE_LOG_LEVEL"
+    assert params["log_format"].envvar == "ZIPAGE_LOG_FORMAT"

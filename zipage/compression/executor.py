@@ -16,7 +16,7 @@ import torch
 from zipage.compression.job import CompressionJob
 
 #: Carries out a compression; returns the positions it kept if the job asks for them, on the CPU.
-RunJob = Callable[[CompressionJob], "torch.Tensor | None"]
+RunJob = Callable[[CompressionJob], torch.Tensor | None]
 
 #: Seconds between two looks at whether the worker thread is still there.
 _LIVENESS_INTERVAL = 1.0
