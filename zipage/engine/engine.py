@@ -14,11 +14,12 @@ import numpy as np
 
 from zipage.config import EngineConfig
 from zipage.engine.accounts import RequestAccounts
-from zipage.engine.core import EngineCore, TokenUpdate
+from zipage.engine.core import EngineCore
 from zipage.engine.detokenizer import IncrementalDetokenizer, decode_final, token_text
 from zipage.engine.request import Request
 from zipage.engine.sequence import SequenceState
 from zipage.engine.stats import EngineStats
+from zipage.engine.steps import TokenUpdate
 from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, shown
 from zipage.execution.sampler import SamplingState
 from zipage.observe.trace import TraceRecorder
