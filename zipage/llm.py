@@ -328,8 +328,12 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         try:
-            while not self._ready:
-                if not self._left:
+            while True:
+                # In this order: another thread may add the last output between the two.
+                over = not self._left
+                if self._ready:
+                    break
+                if over:
                     raise StopIteration
                 with self._llm._exclusive():
                     if not self._ready:  # another thread may have run the engine meanwhile

@@ -14,6 +14,8 @@ from tests.engine.workload import (
 )
 from zipage import LLM, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("no_retries")
+
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:

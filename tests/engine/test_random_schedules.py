@@ -10,6 +10,8 @@ import pytest
 from tests.engine.workload import assert_empty, greedy, make_llm, prompt_ids
 from zipage import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("no_retries")
+
 SCHEDULES = int(os.environ.get("ZIPAGE_SCHEDULES", "100"))
 GROUPS = 10
 

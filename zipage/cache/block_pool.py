@@ -126,6 +126,16 @@ class BlockPool:
             raise ValueError(f"block {block} has no owner")
         self._forget(block)
 
+    def forget(self, block_hash: bytes) -> None:
+        """Make the block of a hash unfindable, owned or not; nothing happens if there is none."""
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return
+        self._forget(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
+
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zipage.cache.block_pool import BlockPool
 
@@ -62,6 +62,11 @@ class PrefixCache:
                 break
             found.append(block)
         return found
+
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Make the blocks of these hashes unfindable, whoever owns them: their content is bad."""
+        for block_hash in hashes:
+            self.pool.forget(block_hash)
 
     def record(self, queried: int, hit: int) -> None:
         """Count the tokens of an admitted prompt and those found in the cache."""

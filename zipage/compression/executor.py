@@ -181,7 +181,7 @@ class _OnStream:
 
 
 class StreamExecutor(CompressionExecutor):
-    """Queues compressions on a CUDA stream of low priority; events tell when they ended."""
+    """Queues compressions on a CUDA stream of their own; events tell when they ended."""
 
     def __init__(self, run: RunJob, device: torch.device) -> None:
         self._run = run
@@ -195,14 +195,21 @@ class StreamExecutor(CompressionExecutor):
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # The keys and queries the compression reads were written on the current stream.
         self._stream.wait_stream(current)
+        interruption: BaseException | None = None
         with torch.cuda.stream(self._stream):
             began.record(self._stream)
-            outcome = _run(self._run, job)
+            try:
+                outcome = _run(self._run, job)
+            except BaseException as error:  # Ctrl-C, say: the cache is half moved
+                cause = RuntimeError(f"interrupted by {type(error).__name__}")
+                outcome, interruption = CompressionOutcome(job.request_id, cause), error
             ended.record(self._stream)
         if outcome.error is not None:
             # What it enqueued before it failed still writes to blocks that are released now.
             current.wait_event(ended)
             self._failed.append(outcome)
+            if interruption is not None:
+                raise interruption
             return
         self._in_flight.append(_OnStream(outcome, began, ended))
 

@@ -16,7 +16,7 @@ from zipage.engine.request import Request
 from zipage.engine.scheduler import Scheduler, SchedulerConfig, SwapMove
 from zipage.engine.stats import EngineStats, StepStats
 from zipage.engine.steps import StepRunner, TokenUpdate, failed_update
-from zipage.execution.model_runner import ModelRunner
+from zipage.execution.model_runner import ModelRunner, current_device, resolve_device
 from zipage.observe.trace import TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.runner = ModelRunner(config)
+        with current_device(resolve_device(config.device)):
+            self.runner = ModelRunner(config)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=self.runner.cache.spec.num_blocks,
@@ -76,6 +77,10 @@ class EngineCore:
         A failure of a compression, a swap or the forward pass ends the requests it touched with
         finish reason ``error``; the others are not disturbed.
         """
+        with current_device(self.runner.device):
+            return self._run_step()
+
+    def _run_step(self) -> list[TokenUpdate]:
         started = time.perf_counter()
         updates, recorder = self._updates, self.recorder
         self._collect(self._executor.poll(), updates)

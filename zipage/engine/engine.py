@@ -389,6 +389,7 @@ class LLMEngine:
     def _apply(self, group: _Group, answer: SequenceState, update: TokenUpdate) -> None:
         if answer.finish_reason is not None:
             return
+        answer.num_reported += len(update.token_ids)
         if update.logprobs and answer.logprobs is not None:
             answer.logprobs += update.logprobs
             for token, entry in zip(update.token_ids, update.logprobs, strict=True):
@@ -416,6 +417,8 @@ class LLMEngine:
                 update.error = f"detokeniser failed: {type(error).__name__}: {error}"
             if found is not None:
                 reason, stop_reason = "stop", found
+                # A step may settle the one before it and bring a token of its own.
+                del answer.output_token_ids[answer.num_reported :]
             if reason is not None and update.finish_reason is None:
                 self.core.abort(update.request.request_id)
         if reason is not None:

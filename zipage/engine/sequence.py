@@ -19,6 +19,7 @@ class SequenceState:
         params: the request's sampling parameters.
         sampling: random generator and penalty state.
         output_token_ids: tokens generated so far.
+        num_reported: how many of them went through the detokenizer and the checks of text.
         index: which of the `n` answers.
         detokenizer: present when somebody reads the text as it is generated, or a stop string has
             to be found; otherwise the text is decoded once at the end.
@@ -31,6 +32,7 @@ class SequenceState:
     output_token_ids: list[int]
     index: int
     detokenizer: IncrementalDetokenizer | None
+    num_reported: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     text: str = ""

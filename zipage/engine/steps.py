@@ -94,10 +94,14 @@ class StepRunner:
         return bool(self._in_flight and self._in_flight.requests)
 
     def forget(self, request_id: str) -> None:
-        """Drop the token of a request that ended."""
-        if self._in_flight is not None:
-            waiting = self._in_flight.requests
-            waiting[:] = [entry for entry in waiting if entry[0].request_id != request_id]
+        """Drop the token of a request that ends."""
+        if self._in_flight is None:
+            return
+        for i, (request, _, _) in enumerate(self._in_flight.requests):
+            if request.request_id == request_id:
+                request.token_ids.pop()
+                del self._in_flight.requests[i]
+                return
 
     def discard(self) -> None:
         """Forget the step in flight."""
@@ -150,7 +154,15 @@ class StepRunner:
             return
         owned = self._scheduler.pool.num_owned
         rows = {request.request_id: request.row for request in sampling}
-        self._settle(updates)
+        try:
+            self._settle(updates)
+        except BaseException:
+            # An interrupt, while this waited for the device: the step that was just queued has
+            # no consequences, but it has replaced the tokens on the device.
+            _forget_draws(plan.scheduled)
+            if self._in_flight is not None:
+                self._in_flight.rows.clear()
+            raise
         self.drop_ended(plan)
         self._scheduler.update(plan)
         self._count_step(len(plan.scheduled), owned)
@@ -189,22 +201,38 @@ class StepRunner:
         if flight is None:
             return False
         output = flight.sample.wait()
-        self._in_flight = None
         now = time.perf_counter()
-        for request, row, last in flight.requests:
-            if request.status is RequestStatus.FINISHED and not last:
-                continue  # aborted meanwhile
-            update = TokenUpdate(request, error=output.errors.get(row))
-            if update.error is None:
-                request.token_ids.pop()
-                self._append_token(update, output, row, now)
+        while flight.requests:
+            request, row, last = flight.requests[0]
+            if last or request.status is not RequestStatus.FINISHED:
+                self._read(request, output, row, last, now, updates)
             else:
-                update.finish_reason = "error"
-            if update.finish_reason is not None and not last:
-                # Not `finish`: its compression may have started.
-                self._scheduler.abort(request.request_id)
-            updates.append(update)
+                request.token_ids.pop()  # it ended meanwhile
+            del flight.requests[0]
+        self._in_flight = None
         return True
+
+    def _read(
+        self,
+        request: Request,
+        output: SamplerOutput,
+        row: int,
+        last: bool,
+        now: float,
+        updates: list[TokenUpdate],
+    ) -> None:
+        """Put a token of the step in flight in the place of its `PENDING_TOKEN`."""
+        update = TokenUpdate(request, error=output.errors.get(row))
+        request.token_ids.pop()
+        if update.error is None:
+            self._append_token(update, output, row, now)
+        else:
+            self._scheduler.prefix_cache.forget(request.block_hashes)
+            update.finish_reason = "error"
+        if update.finish_reason is not None and not last:
+            # Not `finish`: its compression may have started.
+            self._scheduler.abort(request.request_id)
+        updates.append(update)
 
     # ------------------------------------------------------------------ step by step
 
@@ -290,6 +318,8 @@ class StepRunner:
                     self._append_token(update, output, row, now)
                 row += 1
             if update.error is not None:
+                # What is in its blocks may be no better than its logits.
+                self._scheduler.prefix_cache.forget(request.block_hashes)
                 update.finish_reason = "error"
             if update.finish_reason is not None:
                 self._scheduler.finish(request)

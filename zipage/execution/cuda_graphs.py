@@ -113,11 +113,22 @@ class DecodeGraphs:
         self.block_tables = torch.zeros(
             max_sequences, table_width, dtype=torch.int32, device=device
         )
+        # Whatever a graph reads or writes must live as long as the graph, at the same place; all
+        # graphs share it, as one runs at a time.
+        self._input_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._used_tables = torch.zeros_like(self.block_tables)
+        self._query_start = torch.arange(max_sequences + 1, dtype=torch.int32, device=device)
+        vocab_size = model.config.vocab_size
+        self._output = DecodeOutput(
+            torch.zeros(max_sequences, vocab_size, dtype=model.dtype, device=device),
+            torch.zeros(max_sequences, dtype=model.dtype, device=device),
+            torch.zeros(max_sequences, dtype=torch.int64, device=device),
+        )
         self._device_inputs = _Inputs(max_sequences, units, device)
         self._host_inputs = [_Inputs(max_sequences, units, None) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
         self.capture_bytes = 0
 
@@ -138,27 +149,25 @@ class DecodeGraphs:
             self._forward(step)  # compiles kernels, outside of the graph
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                output = self._forward(step)
+            # Other engines of the process may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._forward(step)
             pool = graph.pool()
-            self._graphs[size] = (graph, output)
+            self._graphs[size] = graph
         torch.cuda.synchronize(device)
         self.capture_bytes = max(0, free_before - torch.cuda.mem_get_info(device)[0])
         self.capture_seconds = time.perf_counter() - started
 
     def _step(self, size: int) -> StepInputs:
         inputs = self._device_inputs
-        query_start = torch.arange(size + 1, dtype=torch.int32, device=self._model.device)
         step = StepInputs(
-            input_ids=torch.zeros(size, dtype=torch.int64, device=self._model.device),
+            input_ids=self._input_ids[:size],
             positions=inputs.positions[:size],
             slot_mapping=inputs.slot_mapping[:size],
             capture=inputs.capture[:size],
-            query_start=query_start,
+            query_start=self._query_start[: size + 1],
             cache_lens=inputs.cache_lens[:size],
-            block_tables=torch.empty(
-                size, self.block_tables.shape[1], dtype=torch.int32, device=self._model.device
-            ),
+            block_tables=self._used_tables[:size],
             num_tokens=size,
             max_query_len=1,
             max_cache_len=0,
@@ -170,15 +179,15 @@ class DecodeGraphs:
         self._backend.use_units(step, units)
         return step
 
-    def _forward(self, step: StepInputs) -> DecodeOutput:
+    def _forward(self, step: StepInputs) -> None:
         rows = self._device_inputs.rows[: step.num_tokens]
         torch.index_select(self.block_tables, 0, rows, out=step.block_tables)
         given = self._device_inputs.input_ids[: step.num_tokens]
         last = self._last_tokens.index_select(0, rows)
         torch.where(given == PENDING_TOKEN, last, given, out=step.input_ids)
-        logits = self._model.project(self._model(step, self._backend))
-        peaks, token_ids = logits.max(dim=-1)
-        return DecodeOutput(logits, peaks, token_ids)
+        output = self._output.pick(slice(step.num_tokens))
+        self._model.project(self._model(step, self._backend), out=output.logits)
+        torch.max(output.logits, dim=-1, out=(output.peaks, output.token_ids))
 
     def run(self, batch: DecodeBatch) -> DecodeOutput:
         """Replay the smallest graph that holds the batch, after what is queued already."""
@@ -201,9 +210,8 @@ class DecodeGraphs:
         host.num_units[0] = len(units)
         self._device_inputs.buffer.copy_(host.buffer, non_blocking=True)
         self._copied[self._turn].record()
-        graph, output = self._graphs[size]
-        graph.replay()
-        return output.pick(slice(count))
+        self._graphs[size].replay()
+        return self._output.pick(slice(count))
 
     def update_tables(self, cells: Mapping[int, int]) -> None:
         """Write block ids into the block tables on the device.

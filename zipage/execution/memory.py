@@ -22,8 +22,16 @@ def block_bytes(spec: KVCacheSpec) -> int:
     return spec.block_size * (spec.bytes_per_token + spec.score_bytes_per_token)
 
 
-def plan_pool(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> KVCacheSpec:
+def plan_pool(
+    config: EngineConfig, spec: KVCacheSpec, max_model_len: int, reserved: int = 0
+) -> KVCacheSpec:
     """Size the pool of `spec` (whose `num_blocks` is ignored) from the config.
+
+    Args:
+        config: says how much memory there is.
+        spec: shape of the pool.
+        max_model_len: longest text.
+        reserved: bytes of device memory that are needed beside the pool.
 
     Raises:
         ConfigError: the memory is not enough for the query slots and one useful request.
@@ -33,7 +41,7 @@ def plan_pool(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> KV
         blocks = config.num_kv_blocks
         source = f"num_kv_blocks={blocks}"
     else:
-        total, source = _pool_bytes(config, spec.device)
+        total, source = _pool_bytes(config, spec.device, reserved)
         blocks = (total - slots) // block_bytes(spec)
     budget = config.kv_budget if config.compresses else None
     least = config.max_blocks_of(budget) or 1
@@ -73,7 +81,7 @@ def make_pool(spec: KVCacheSpec) -> KVCache:
         raise fault from error
 
 
-def _pool_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+def _pool_bytes(config: EngineConfig, device: torch.device, reserved: int) -> tuple[int, str]:
     if config.kv_cache_memory is not None:
         size = parse_bytes("kv_cache_memory", config.kv_cache_memory)
         return size, f"kv_cache_memory={config.kv_cache_memory}"
@@ -81,7 +89,7 @@ def _pool_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         share = _CUDA_SHARE if share is None else share
         free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - share) * total), f"memory_utilization={share}"
+        return int(free - (1 - share) * total) - reserved, f"memory_utilization={share}"
     available = host_memory_available()
     if share is None:
         return min(int(_CPU_SHARE * available), _CPU_MOST), "the default share of host memory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,18 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: this machine or torch build has no CUDA; use 'cpu'")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device={name!r}: there are {torch.cuda.device_count()} devices")
+        device = torch.device("cuda", index)
+    return device
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the calling thread's current one: kernels, streams and events go there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class ModelRunner:
@@ -111,7 +123,9 @@ class ModelRunner:
             window=config.resolved_window if config.compresses else 0,
             num_query_slots=config.resolved_query_slots,
         )
-        self.cache = make_pool(plan_pool(config, spec, self.max_model_len))
+        # The logits of a full batch, once for the graphs and once for sampling.
+        logits = config.max_num_seqs * mc.vocab_size * (dtype.itemsize + 4)
+        self.cache = make_pool(plan_pool(config, spec, self.max_model_len, reserved=logits))
         scale = self.model.scale
         self.backend = make_backend(
             config.attention_backend, self.cache, scale, config.max_num_seqs

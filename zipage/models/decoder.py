@@ -328,13 +328,21 @@ class Decoder(WeightHolder):
             return self._packed_head(hidden.contiguous())
         return self.project(hidden).float()
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Like `compute_logits` of a model that is not packed, in the model's dtype."""
+    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Like `compute_logits` of a model that is not packed, in the model's dtype.
+
+        Args:
+            hidden: ``[R, E]``.
+            out: ``[R, V]`` to be filled, if given.
+        """
         rows = hidden.shape[0]
+        if out is not None and rows % 4 == 0:
+            return torch.mm(hidden, self.head_weight.t(), out=out)
         padding = -rows % 4 if rows else 4
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
-        return F.linear(hidden, self.head_weight)[:rows]
+        logits = F.linear(hidden, self.head_weight)[:rows]
+        return logits if out is None else out.copy_(logits)
 
 
 def _check_split(config: ModelConfig, tp_size: int) -> None:

@@ -26,7 +26,7 @@ _MOST_PAIRS = 8
 _UNIT_OVERHEAD = 48
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer

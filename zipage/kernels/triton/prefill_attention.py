@@ -67,7 +67,7 @@ def _attend_tile(
     return new_top, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer
