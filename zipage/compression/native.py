@@ -106,7 +106,8 @@ class NativeKernels:
         )
 
     def _scores(self, job: CompressionJob) -> torch.Tensor:
-        return torch.empty(self._cache.layers, self._cache.kv_heads, job.length)
+        shape = (self._cache.layers, self._cache.kv_heads, job.length)
+        return torch.empty(shape, dtype=torch.float32)
 
     def attention(
         self, job: CompressionJob, scale: float, group: Reduction, window: Reduction

@@ -125,7 +125,7 @@ def _block_means(
     for first in range(0, layers, rows):
         u, p = unit[first : first + rows], positions[first : first + rows]
         sums.append(_sum_spared(u @ u.transpose(-1, -2), p, 0, threshold))
-    count = torch.full((blocks, 1), float(block_size), device=unit.device)
+    count = torch.full((blocks, 1), float(block_size), dtype=torch.float32, device=unit.device)
     count[-1] -= padding
     return (torch.cat(sums) / count).flatten(2)[..., :length]
 
@@ -133,7 +133,7 @@ def _block_means(
 def _cache_means(unit: torch.Tensor, positions: torch.Tensor, threshold: float) -> torch.Tensor:
     layers, kv_heads, length, _ = unit.shape
     columns = max(1, _CHUNK_ELEMENTS // (kv_heads * length))
-    means = torch.zeros(layers, kv_heads, length, device=unit.device)
+    means = torch.zeros(layers, kv_heads, length, dtype=torch.float32, device=unit.device)
     for layer in range(layers):
         u, p = unit[layer], positions[layer]
         for first in range(0, length, columns):

@@ -260,7 +260,7 @@ def build_rope_tables(
         elif rope.rope_type == "longrope":
             within = max_positions <= rope.original_max_positions
             factors = rope.short_factors if within else rope.long_factors
-            frequencies = 1.0 / (torch.tensor(factors) * powers)
+            frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
         else:
             frequencies = 1.0 / powers / rope.factor
         angles = torch.outer(positions, frequencies)

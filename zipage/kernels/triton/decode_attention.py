@@ -189,8 +189,9 @@ class DecodeAttention:
         self.num_programs = count
         self.max_units = self._max_sequences + -(-_MOST_PAIRS * count // spec.num_kv_heads)
         shape = (self.max_units, spec.num_heads)
-        self._partial = torch.empty(*shape, spec.head_dim, device=spec.device)
-        self._partial_lse = torch.empty(shape, device=spec.device)
+        fp32 = torch.float32
+        self._partial = torch.empty(*shape, spec.head_dim, dtype=fp32, device=spec.device)
+        self._partial_lse = torch.empty(shape, dtype=fp32, device=spec.device)
 
     def plan(
         self, cache_lens: np.ndarray, rows: np.ndarray, decoding: np.ndarray
