@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from zipage.errors import ModelError, RequestError
+from zipage.models.import_lock import IMPORT_LOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,8 @@ def load_tokenizer(
         ModelError: it is missing, broken or empty.
     """
     # Importing transformers takes seconds, and `zipage --help` needs none of it.
-    from transformers import AutoTokenizer
+    with IMPORT_LOCK:
+        from transformers import AutoTokenizer
 
     name = os.path.expanduser(os.fspath(path_or_name))
     is_gguf = name.endswith(".gguf") and os.path.isfile(name)

@@ -17,9 +17,11 @@ from zipage.kernels import native
 needs_native = pytest.mark.skipif(
     not native.available(), reason="no C compiler: native kernels cannot be built"
 )
+HAS_TRITON = (
+    os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+)
 needs_triton = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
-    reason="triton's interpreter is off or not installed",
+    not HAS_TRITON, reason="triton's interpreter is off or not installed"
 )
 BACKENDS = [
     "torch",
@@ -205,3 +207,23 @@ def test_step_of_padding_only_writes_nothing() -> None:
     step.slot_mapping.fill_(-1)
     backend.attend(0, qkv, paged.transform, step)
     assert paged.cache.kv.isnan().all()
+
+
+@pytest.mark.parametrize("backend_name", ["native", "triton"])
+def test_a_key_that_is_nan_is_seen(backend_name: str) -> None:
+    """Everything that attends to it is NaN, instead of going on without it."""
+    geometry = Geometry(4, 2, 32, qk_norm=False)
+    if backend_name == "native" and not native.available():
+        pytest.skip("no C compiler")
+    if backend_name == "triton" and not HAS_TRITON:
+        pytest.skip("no interpreter")
+    paged = Paged(geometry)
+    backend = build(backend_name, paged)
+    text = paged.text(30)
+    key = geometry.heads * geometry.dim  # of KV head 0
+    text.qkv[7, key : key + geometry.dim] = torch.nan
+    rows = [*paged.run(backend, [Piece(text, 20)])[0], *paged.run(backend, [Piece(text, 1)])[0]]
+    half = geometry.heads // 2 * geometry.dim
+    for i, row in enumerate(rows):
+        assert row[:half].isnan().all() if i >= 7 else row[:half].isfinite().all()
+        assert row[half:].isfinite().all()

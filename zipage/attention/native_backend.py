@@ -107,7 +107,7 @@ class NativeBackend(AttentionBackend):
         rows = qkv.shape[0]
         if qkv.dtype != torch.float32 or not qkv.is_contiguous():
             raise ValueError(f"qkv must be contiguous float32, got {qkv.dtype} {qkv.stride()}")
-        out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=torch.float32)
+        out = torch.empty(rows, spec.num_heads * spec.head_dim, dtype=torch.float32, device="cpu")
         tables = step.block_tables
         described = _Step(
             step.positions.data_ptr(),

@@ -107,7 +107,7 @@ class NativeKernels:
 
     def _scores(self, job: CompressionJob) -> torch.Tensor:
         shape = (self._cache.layers, self._cache.kv_heads, job.length)
-        return torch.empty(shape, dtype=torch.float32)
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
 
     def attention(
         self, job: CompressionJob, scale: float, group: Reduction, window: Reduction

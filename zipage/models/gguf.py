@@ -15,6 +15,7 @@ import torch
 
 from zipage.errors import ModelError
 from zipage.models.checkpoint import Checkpoint
+from zipage.models.import_lock import IMPORT_LOCK
 from zipage.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -249,7 +250,8 @@ class GGUFFile:
         Raises:
             Exception: whatever transformers raises about a vocabulary it cannot convert.
         """
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        with IMPORT_LOCK:
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         source = self.get("tokenizer.huggingface.json")
         if source is None:

@@ -10,6 +10,7 @@ import torch
 from zipage.errors import ModelError
 from zipage.models.config import ModelConfig, load_model_config, read_json
 from zipage.models.decoder import Decoder
+from zipage.models.import_lock import IMPORT_LOCK
 from zipage.models.loader import load_model
 from zipage.models.registry import ARCHITECTURES
 
@@ -43,7 +44,8 @@ def read_config(
         model_impl == "auto" and any(name in ARCHITECTURES for name in names)
     ):
         return load_model_config(path, max_model_len)
-    from zipage.models.transformers_config import load_transformers_config
+    with IMPORT_LOCK:
+        from zipage.models.transformers_config import load_transformers_config
 
     return load_transformers_config(path, max_model_len)
 
@@ -62,6 +64,7 @@ def load_weights(
         return load_model(
             config, path, dtype, device, load_format, seed, max_positions=max_positions
         )
-    from zipage.models.transformers_model import load_transformers_model
+    with IMPORT_LOCK:
+        from zipage.models.transformers_model import load_transformers_model
 
     return load_transformers_model(config, path, dtype, device, load_format, seed)

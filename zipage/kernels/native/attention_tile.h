@@ -92,8 +92,10 @@ ZP_INLINE void soften(float *s, const int groups, const int *visible, float *top
         const zp_vf shift = zp_set1(next[r]);
         zp_vf total = zp_set1(0.0f);
         for (int g = 0; g < groups; g++) {
-            const zp_vf p = zp_exp2_neg(zp_load(s + r * TILE + g * ZP_VL) - shift);
-            total += p;
+            const zp_vf x = zp_load(s + r * TILE + g * ZP_VL);
+            const zp_vf p = zp_exp2_neg(x - shift);
+            /* The exponential of NaN is 0, but a score that is NaN must be seen in the result. */
+            total += p + (x - x);
             zp_store(s + r * TILE + g * ZP_VL, p);
         }
         float *lanes = sums + r * ZP_VL;

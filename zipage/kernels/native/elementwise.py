@@ -66,7 +66,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``gate_up [rows, 2 * width]``, the gate first: ``[rows, width]``."""
     _check(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=torch.float32)
+    out = torch.empty(rows, width, dtype=torch.float32, device="cpu")
     _silu_mul()(gate_up.data_ptr(), rows, width, out.data_ptr(), torch.get_num_threads())
     return out
 

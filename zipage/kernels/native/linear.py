@@ -48,13 +48,13 @@ class PackedLinear:
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
         weight = weight.contiguous()
         size = library.zp_linear_packed_size(*weight.shape)
-        self._packed = torch.empty(size, dtype=torch.float32)
+        self._packed = torch.empty(size, dtype=torch.float32, device="cpu")
         library.zp_linear_pack(weight.data_ptr(), *weight.shape, self._packed.data_ptr())
         self._packed_pointer = self._packed.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [rows, K]``, contiguous fp32, to ``[rows, N]``."""
-        y = torch.empty(x.shape[0], self.out_features, dtype=torch.float32)
+        y = torch.empty(x.shape[0], self.out_features, dtype=torch.float32, device="cpu")
         self._run(x, y)
         return y
 
