@@ -15,7 +15,7 @@ from zipage.config import EngineConfig
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.interrupt import deferred_interrupt
 from zipage.engine.stats import EngineStats
-from zipage.errors import RequestError
+from zipage.errors import RequestError, shown
 from zipage.observe.trace import DEFAULT_MAX_EVENTS, TraceRecorder
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
@@ -26,14 +26,23 @@ StepCallback = Callable[[EngineStats], None]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: text, a mapping and a list of token ids are one."""
+    """One prompt or many: text, a mapping and a list of token ids are one.
+
+    An entry `prompt_token_ids` that is None, as in vLLM, is no entry.
+    """
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+        return [_without_none(prompts)]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, numbers.Integral) for p in prompts):
         return [cast(Prompt, prompts)]
-    return cast("list[Prompt]", list(prompts))
+    return [_without_none(cast(Prompt, prompt)) for prompt in prompts]
+
+
+def _without_none(prompt: Prompt) -> Prompt:
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids", ()) is None:
+        return cast(Prompt, {k: v for k, v in prompt.items() if k != "prompt_token_ids"})
+    return prompt
 
 
 class LLM:
@@ -140,7 +149,18 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
-        """Token ids of one conversation or a list of them."""
+        """Token ids of one conversation or a list of them.
+
+        Raises:
+            RequestError: it is something else, there is no chat template, or one of its options
+                is not one.
+        """
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(
+                'messages must be a list of {"role": ..., "content": ...} or a list of such '
+                f"lists, not {type(messages).__name__}"
+            )
+        _check_template_options(chat_template_kwargs)
         if not messages:
             raise RequestError("messages is empty: give at least one message")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -356,6 +376,21 @@ class OutputStream(Iterator[RequestOutput]):
     def __del__(self) -> None:
         if self._left:
             self._llm._drop(self._left)
+
+
+def _check_template_options(options: Mapping[str, Any] | None) -> None:
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise RequestError(f"chat_template_kwargs must be a mapping, not {type(options).__name__}")
+    for key in options:
+        if not isinstance(key, str):
+            raise RequestError(f"chat_template_kwargs has the key {shown(key)}: must be a string")
+        if key in ("messages", "conversation", "tokenizer", "add_generation_prompt"):
+            raise RequestError(
+                f"chat_template_kwargs has the key {key!r}, which is not the template's: "
+                "messages and add_generation_prompt are arguments of their own"
+            )
 
 
 def _each(name: str, value: Any, prompts: Sequence[Any]) -> list[Any]:

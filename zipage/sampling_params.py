@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -175,8 +176,13 @@ class SamplingParams:
                 JSON has no others.
 
         Raises:
-            RequestError: a key is no option (close names are suggested) or a value is illegal.
+            RequestError: `options` is no mapping, a key is no option (close names are suggested)
+                or a value is illegal.
         """
+        if not isinstance(options, Mapping):
+            raise RequestError(
+                f"sampling options must be a mapping from names to values, not {shown(options)}"
+            )
         names = [field.name for field in fields(cls)]
         for key in options:
             if key not in names:
@@ -186,10 +192,7 @@ class SamplingParams:
         values = dict(options)
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):
-            values["logit_bias"] = {
-                int(key) if isinstance(key, str) and key.isdecimal() else key: value
-                for key, value in bias.items()
-            }
+            values["logit_bias"] = {_bias_key(key): value for key, value in bias.items()}
         return cls(**values)
 
     def verify(self, vocab_size: int) -> None:
@@ -290,6 +293,15 @@ def _bias(value: object) -> dict[int, float] | None:
         key = _integer("logit_bias", token_id, 0, _INT32_MAX, "keyed by token ids (integers)")
         bias[key] = _real(f"logit_bias[{key}]", amount, -100.0, 100.0)
     return bias
+
+
+def _bias_key(key: object) -> object:
+    """A key of a decoded JSON object as a token id, if it is one."""
+    if isinstance(key, str) and key.isdecimal():
+        # More digits than Python converts are no token id either.
+        with contextlib.suppress(ValueError):
+            return int(key)
+    return key
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ def load_tokenizer(
     is_gguf = name.endswith(".gguf") and os.path.isfile(name)
     if not os.path.isdir(name) and not is_gguf and (os.path.isabs(name) or name.startswith(".")):
         raise ModelError(
-            f"model={name!r} is not a directory; give a Hugging Face model directory or a hub id "
-            "such as Qwen/Qwen3-0.6B"
+            f"tokenizer={name!r} is not a directory; give a Hugging Face model directory or a hub "
+            "id such as Qwen/Qwen3-0.6B"
         )
     try:
         if is_gguf:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import io
+import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +25,14 @@ from zipage.cli.records import (
     output_record,
     read_records,
 )
-from zipage.errors import EngineDeadError, RequestError
+from zipage.errors import EngineDeadError, RequestError, ZipageError
 from zipage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from zipage.llm import LLM
     from zipage.outputs import RequestOutput
+
+logger = logging.getLogger(__name__)
 
 
 class InputFormat(str, enum.Enum):
@@ -105,6 +110,7 @@ def generate(
     JSONL file is reported and gets an output line with its 'error'; the others are answered, and
     the exit code is 1. Ctrl-C writes what is finished and exits with 130.
     """
+    _check_outputs(output, trace)
     records, is_batch = _read_input(prompt, file, input_format)
     if not records:
         raise typer.BadParameter("there is no prompt in the input")
@@ -135,28 +141,86 @@ def _read_input(
     if prompt is not None and prompt != "-":
         if file is not None:
             raise typer.BadParameter("give a prompt or --file, not both")
+        _check_utf8(prompt)
         return [InputRecord(0, content=prompt, id=0)], False
     if prompt == "-" and file is not None and str(file) != "-":
         raise typer.BadParameter("give '-' (standard input) or --file, not both")
     jsonl = input_format is InputFormat.jsonl
     try:
         if file is not None and str(file) != "-":
-            jsonl = jsonl or (input_format is InputFormat.auto and file.suffix == ".jsonl")
-            text = file.read_text(encoding="utf-8")
+            jsonl = jsonl or (input_format is InputFormat.auto and file.suffix.lower() == ".jsonl")
+            text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
         else:
+            if sys.stdin is None:
+                raise typer.BadParameter("the input can't be read: standard input is closed")
             if prompt is None and file is None and sys.stdin.isatty():
                 raise typer.BadParameter(
                     "give a prompt, --file FILE, or pipe text into standard input"
                 )
+            if isinstance(sys.stdin, io.TextIOWrapper):  # whatever the locale says
+                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
             text = sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise typer.BadParameter(f"the input can't be read: {error}") from None
     if jsonl:
         # Not splitlines(): JSON strings may hold other line separators as they are.
         return read_records(text.split("\n")), True
+    _check_utf8(text)
     # The end of the last line is the shell's, not the prompt's.
     text = text[:-1] if text.endswith("\n") else text
     return ([InputRecord(0, content=text, id=0)] if text else []), False
+
+
+def _check_utf8(text: str) -> None:
+    """Bytes that are not UTF-8 were read, by Python or here, as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"the input is not valid UTF-8 at character {error.start}"
+        raise typer.BadParameter(message) from None
+
+
+def _check_outputs(output: Path | None, trace: Path | None) -> None:
+    """Tell what can't be written before the model is loaded."""
+    if trace is not None and str(trace) == "-":
+        raise typer.BadParameter("the trace goes to a file, not to '-'", param_hint="--trace")
+    if output is None or str(output) == "-":
+        if sys.stdout is None:
+            with _writing("the output"):
+                raise OSError("standard output is closed")
+    elif trace is not None and output.resolve() == trace.resolve():
+        message = f"{str(trace)!r} is where --output goes, too"
+        raise typer.BadParameter(message, param_hint="--trace")
+
+
+@contextlib.contextmanager
+def _writing(what: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Exit with one line and code 1 if what runs inside can't write.
+
+    Args:
+        what: is written, for the message.
+        stream: what it is written to. Nothing reaches it after a failure.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # whoever read has enough: typer exits without a word
+        raise
+    except OSError as error:
+        if stream is not None:
+            _discard(stream)
+        message = f"Error: {what} can't be written: {error}"
+        typer.secho(message, fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Lead a stream nowhere: closing it would fail again on what it still holds."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -184,7 +248,8 @@ def _traced(llm: LLM, path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            recorder.save(path)
+            with _writing("the trace"):
+                recorder.save(path)
     if recorder.dropped_events:
         typer.echo(f"The trace was full: {recorder.dropped_events} events are missing.", err=True)
 
@@ -261,13 +326,15 @@ def _run_single(job: _Job, stream: TextIO) -> int:
             for _, last in job.step():
                 if streams:
                     text = last.outputs[0].text
-                    stream.write(text[shown:])
-                    stream.flush()
+                    with _writing("the output", stream):
+                        stream.write(text[shown:])
+                        stream.flush()
                     shown = len(text)
-    if last is not None and not streams:
-        stream.write("\n\n".join(completion.text for completion in last.outputs))
-    stream.write("\n")
-    stream.flush()
+    with _writing("the output", stream):
+        if last is not None and not streams:
+            stream.write("\n\n".join(completion.text for completion in last.outputs))
+        stream.write("\n")
+        stream.flush()
     if stop.signal is not None:
         return stop.exit_code
     if last is not None and last.error is not None:
@@ -290,16 +357,18 @@ def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) 
         failed += "error" in line
         with _paused(progress, shares_terminal or "error" in line):
             if "error" in line:
-                message = f"Error: {record.place}: {line['error']}"
-                typer.secho(message, fg=typer.colors.RED, err=True)
-            writer.put(record.index, line)
+                logger.error("%s: %s", record.place, line["error"], extra={"record_id": record.id})
+            with _writing("the output", stream):
+                writer.put(record.index, line)
 
     with stop_on_signal() as stop, progress:
         try:
             for record in job.records:
                 try:
                     job.submit(record)
-                except RequestError as error:
+                except EngineDeadError:
+                    raise
+                except ZipageError as error:
                     if not reports_lines:
                         raise
                     put(record, error_record(record, str(error)))
@@ -317,7 +386,7 @@ def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) 
                 if progress.due:
                     progress.update(job.engine.stats(), finished)
         finally:
-            with _paused(progress, shares_terminal):
+            with _paused(progress, shares_terminal), _writing("the output", stream):
                 writer.close()
     if stop.signal is not None:
         total = len(job.records)

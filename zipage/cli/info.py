@@ -207,10 +207,13 @@ def _config_directory(model: str | None, revision: str | None) -> Path:
     if model is None or model == EMBEDDED_MODEL or Path(model).expanduser().exists():
         return resolve_model_path(model)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     try:
         files = ["config.json", "generation_config.json"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+    except HFValidationError:  # neither: the engine's own message says so
+        return resolve_model_path(model)
     except Exception as error:  # the hub client raises errors of several libraries
         raise ModelError(
             f"model {model!r} is not a local directory, and fetching its config.json from the "

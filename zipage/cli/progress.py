@@ -32,7 +32,8 @@ class EngineProgress:
     def __init__(self, total: int, label: str = "answers") -> None:
         self._progress: Progress | None = None
         # Not what rich takes for a terminal, which a variable of the environment can claim.
-        if sys.stderr.isatty() and total > 0:
+        # There is no stderr where it was closed.
+        if sys.stderr is not None and sys.stderr.isatty() and total > 0:
             console = Console(stderr=True)
             self._progress = Progress(
                 TextColumn("{task.description}"),

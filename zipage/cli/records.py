@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -15,6 +16,8 @@ from zipage.sampling_params import SamplingParams
 
 _INPUTS = ("prompt", "messages", "prompt_token_ids")
 _OTHERS = ("id", "metadata")
+_MAX_NESTING = 64
+_TOO_DEEP = f"lists and objects are nested deeper than {_MAX_NESTING}"
 _SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams))
 
 
@@ -61,18 +64,27 @@ def _read(line: str, index: int, number: int) -> InputRecord:
     record_id: Any = index
     try:
         try:
-            record = json.loads(line)
+            line.encode()
+        except UnicodeEncodeError:
+            raise RequestError("not valid UTF-8") from None
+        try:
+            record = json.loads(line, parse_constant=_no_number, parse_float=_finite)
         except ValueError as error:
             raise RequestError(f"not JSON: {error}") from None
+        except RecursionError:
+            raise RequestError(_TOO_DEEP) from None
+        # What can just be read need not be writable, and messages show values.
+        if _is_deeper(record, _MAX_NESTING):
+            raise RequestError(_TOO_DEEP)
         if not isinstance(record, dict):
             raise RequestError(f"must be a JSON object, not {type(record).__name__}")
         record_id = record.get("id", index)
-        kinds = [kind for kind in _INPUTS if kind in record]
+        kinds = [kind for kind in _INPUTS if record.get(kind) is not None]
         if len(kinds) != 1:
             found = " and ".join(kinds) or "none"
             raise RequestError(f"needs exactly one of {', '.join(_INPUTS)}; found {found}")
         kind = kinds[0]
-        sampling = {k: v for k, v in record.items() if k != kind and k not in _OTHERS}
+        sampling = {k: v for k, v in record.items() if k not in (*_INPUTS, *_OTHERS)}
         unknown = [name for name in sampling if name not in _SAMPLING]
         if unknown:
             near = difflib.get_close_matches(unknown[0], (*_INPUTS, *_OTHERS, *_SAMPLING))
@@ -86,6 +98,28 @@ def _read(line: str, index: int, number: int) -> InputRecord:
     except RequestError as error:
         return InputRecord(index, number, id=record_id, error=str(error))
     return InputRecord(index, number, kind, content, record_id, sampling, record.get("metadata"))
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"{digits[:32]} is too large for a number")
+    return number
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested in more than `limit` levels."""
+    level = [value]
+    for _ in range(limit + 1):
+        nested = [v for v in level if isinstance(v, (list, dict))]
+        if not nested:
+            return False
+        level = [child for v in nested for child in (v.values() if isinstance(v, dict) else v)]
+    return True
 
 
 def _check_content(kind: str, content: Any) -> None:
@@ -171,6 +205,7 @@ class OrderedWriter:
         self._stream = stream
         self._held: dict[int, dict[str, Any]] = {}
         self._next = 0
+        self._failed = False
 
     def put(self, index: int, record: dict[str, Any]) -> None:
         """The output of record `index` is known."""
@@ -182,10 +217,13 @@ class OrderedWriter:
         self._write(ready)
 
     def close(self) -> None:
-        """Write what is held although records before it never came."""
+        """Write what is held although records before it never came; nothing after a failure."""
         self._write([self._held.pop(index) for index in sorted(self._held)])
 
     def _write(self, records: list[dict[str, Any]]) -> None:
+        if self._failed:
+            return
+        self._failed = True
         for record in records:
             line = json.dumps(record, ensure_ascii=False)
             if not line.isascii() and any("\ud800" <= c <= "\udfff" for c in line):
@@ -194,3 +232,4 @@ class OrderedWriter:
             self._stream.write(line + "\n")
         if records:
             self._stream.flush()
+        self._failed = False

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  (loads the OpenMP runtime the kernels share)
 
-from zipage.errors import ZipageError
+from zipage.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ _FLAGS = (
     "-shared",
     "-fopenmp",
 )
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-class NativeUnavailable(ZipageError, RuntimeError):
-    """The native kernels cannot be built here; the message says why."""
+class NativeUnavailable(ConfigError, RuntimeError):
+    """The native kernels cannot be built or loaded here; the message says why."""
 
 
 def _cache_dir() -> Path:
@@ -68,47 +70,112 @@ def _cpu_name() -> str:
 def load() -> ctypes.CDLL:
     """Return the compiled kernel library, building it first if no cached build fits.
 
+    A damaged build is replaced. Where the cache folder can't be used, the library is built in a
+    temporary one, for this process alone.
+
     Raises:
-        NativeUnavailable: no C compiler, not Linux, or the build failed.
+        NativeUnavailable: no C compiler, not Linux, or the library can't be built or loaded.
     """
     if platform.system() != "Linux":
         raise NativeUnavailable("native kernels are built on Linux only")
-    if os.environ.get("ZIPAGE_NATIVE", "1") == "0":
-        raise NativeUnavailable("switched off by ZIPAGE_NATIVE=0")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if not compiler:
-        raise NativeUnavailable("no C compiler found (looked for $CC, cc and gcc)")
-    sources = sorted(_FOLDER.glob("*.c"))
-    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, _cpu_name())).encode())
-    for path in sorted([*sources, *_FOLDER.glob("*.h")]):
+    if _switched_off():
+        raise NativeUnavailable("native kernels are switched off by ZIPAGE_NATIVE=0")
+    compiler = _compiler()
+    digest = hashlib.sha256("\0".join((*compiler, *_FLAGS, _cpu_name())).encode())
+    for path in sorted([*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h")]):
         digest.update(path.read_bytes())
+    name = f"kernels-{digest.hexdigest()[:20]}.so"
     try:
-        folder = _cache_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # read-only, or no home at all
-        folder = Path(tempfile.mkdtemp(prefix="zipage-"))
-    library = folder / f"kernels-{digest.hexdigest()[:20]}.so"
-    if not library.exists():
-        # Built under a private name and renamed, so that two processes never see half a file.
-        handle, partial = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        os.close(handle)
-        command = [compiler, *_FLAGS, *map(str, sources), "-o", str(partial), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise NativeUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            os.replace(partial, library)
-        finally:
-            Path(partial).unlink(missing_ok=True)  # of a failed or interrupted build
-        logger.info("built native kernels: %s", library)
+        return _load(_cache_dir() / name, compiler)
+    except (OSError, RuntimeError) as error:  # read-only, not executable, or no home at all
+        if isinstance(error, NativeUnavailable):
+            raise
+        logger.info("the cache of native kernels can't be used: %s", error)
+    try:
+        # A loaded library needs its file no more.
+        with tempfile.TemporaryDirectory(prefix="zipage-") as folder:
+            return _load(Path(folder) / name, compiler)
+    except OSError as error:
+        raise NativeUnavailable(f"native kernels cannot be built or loaded: {error}") from error
+
+
+def _switched_off() -> bool:
+    return os.environ.get("ZIPAGE_NATIVE", "1") == "0"
+
+
+def _compiler() -> list[str]:
+    """The C compiler and its first arguments."""
+    chosen = os.environ.get("CC", "")
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise NativeUnavailable(f"CC={chosen!r} is not a command: {error}") from None
+    if words:
+        return words
+    found = shutil.which("cc") or shutil.which("gcc")
+    if not found:
+        raise NativeUnavailable(
+            "native kernels need a C compiler; none was found (looked for $CC, cc and gcc)"
+        )
+    return [found]
+
+
+def _load(library: Path, compiler: list[str]) -> ctypes.CDLL:
+    """Load a library, building it if it is not there or damaged."""
+    if not _is_whole(library):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _build(library, compiler)
     return ctypes.CDLL(str(library))
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether a file is as `_build` left it: a truncated one would end the process (SIGBUS)."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = len(content) - _CHECKSUM_BYTES
+    return size > 0 and hashlib.sha256(content[:size]).digest() == content[size:]
+
+
+def _build(library: Path, compiler: list[str]) -> None:
+    """Compile the sources; the checksum of the library follows it, which loaders ignore."""
+    # Built under a private name and renamed, so that two processes never see half a file.
+    handle, partial = tempfile.mkstemp(dir=library.parent, suffix=".tmp")
+    os.close(handle)
+    sources = map(str, sorted(_FOLDER.glob("*.c")))
+    command = [*compiler, *_FLAGS, *sources, "-o", partial, "-lm"]
+    try:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        except OSError as error:
+            raise NativeUnavailable(
+                f"the C compiler {compiler[0]!r} (CC) cannot be run: {error}"
+            ) from error
+        if done.returncode != 0:
+            raise NativeUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        with open(partial, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+        os.replace(partial, library)
+    finally:
+        Path(partial).unlink(missing_ok=True)  # of a failed or interrupted build
+    logger.info("built native kernels: %s", library)
+
+
 def available() -> bool:
-    """Whether the native kernels can be used on this machine."""
+    """Whether the native kernels can be used on this machine; a warning says why not."""
     try:
         load()
-    except (NativeUnavailable, OSError) as error:
-        logger.info("native CPU kernels unavailable: %s", error)
+    except NativeUnavailable as error:
+        if _switched_off():
+            logger.info("%s", error)
+        else:
+            _warn(str(error))
         return False
     return True
+
+
+@functools.lru_cache(maxsize=8)
+def _warn(reason: str) -> None:
+    """Once per reason: every engine asks several times."""
+    logger.warning("slower torch code replaces the native CPU kernels: %s", reason)
