@@ -22,7 +22,7 @@ class Invocation:
         return self.stdout + self.stderr
 
 
-def invoke(*args: str, stdin: str | None = None, command: Any = app) -> Invocation:
+def invoke(*args: str, stdin: str | bytes | None = None, command: Any = app) -> Invocation:
     """Run `zipage` with arguments; anything but an exit is raised."""
     options: dict[str, Any] = {}
     # Older versions mix the two streams unless told not to; newer ones can't.

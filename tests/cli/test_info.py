@@ -129,3 +129,11 @@ def test_a_named_shape() -> None:
     facts = json.loads(result.stdout)
     assert facts["parameters"] == 8_190_735_360
     assert facts["kv_bytes_per_token"] == 36 * 8 * 128 * 2 * (4 if facts["device"] == "cpu" else 2)
+
+
+@pytest.mark.parametrize("model", ["/nonexistent", "./nonexistent", "a/b/c"])
+def test_a_model_that_is_neither_here_nor_a_hub_id(model: str) -> None:
+    result = invoke("info", model)
+    assert result.exit_code == 2
+    assert "is neither a directory nor a Hugging Face hub id" in result.stderr
+    assert result.stderr == invoke("generate", "x", "--model", model).stderr

@@ -252,3 +252,14 @@ def test_from_dict_names_unknown_options_and_near_matches():
         SamplingParams.from_dict({"logit_bias": {"x": 5}})
     with pytest.raises(TypeError):
         SamplingParams(zzz=5)
+
+
+@pytest.mark.parametrize("options", [None, 3, [("n", 1)]])
+def test_from_dict_wants_a_mapping(options):
+    with pytest.raises(RequestError, match="sampling options must be a mapping"):
+        SamplingParams.from_dict(options)
+
+
+def test_from_dict_refuses_endless_token_ids():
+    with pytest.raises(RequestError, match="logit_bias='9999"):
+        SamplingParams.from_dict({"logit_bias": {"9" * 5000: 1}})

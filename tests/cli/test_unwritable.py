@@ -1,0 +1,81 @@
+"""`zipage generate` when its outputs can't be written: one line and exit code 1, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.invoke import Invocation, invoke
+
+GOOD = '{"prompt_token_ids": [10, 20], "max_tokens": 2, "ignore_eos": true}'
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+def generate(*args: str, stdin: str | None = None) -> Invocation:
+    return invoke("generate", "--num-kv-blocks", "64", "--max-tokens", "2", *args, stdin=stdin)
+
+
+@needs_full
+@pytest.mark.parametrize(("option", "what"), [("--output", "the output"), ("--trace", "the trace")])
+def test_full_disk(option: str, what: str) -> None:
+    for result in (
+        generate("hello", option, str(FULL)),
+        generate("--format", "jsonl", option, str(FULL), stdin=f"{GOOD}\n{GOOD}"),
+    ):
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"Error: {what} can't be written: ")
+        assert "No space left" in line
+
+
+@needs_full
+def test_full_disk_behind_standard_output() -> None:
+    command = [sys.executable, "-m", "zipage", "generate", "hello", "--num-kv-blocks", "64"]
+    with FULL.open("w") as full:
+        ended = subprocess.run(
+            [*command, "--max-tokens", "2"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("Error: the output can't be written: ")
+
+
+def test_closed_standard_streams() -> None:
+    program = "import sys; from zipage.cli import app; app(['generate', *sys.argv[1:]])"
+    command = f'exec "{sys.executable}" -c "{program}"'
+    for redirection, code, word in ((" hello >&-", 1, "output"), (" <&-", 2, "input")):
+        ended = subprocess.run(
+            ["sh", "-c", command + redirection], stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        assert ended.returncode == code
+        assert f"the {word} can't be " in ended.stderr and "closed" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_outputs_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("kept")
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for trace in (path, link, tmp_path / "." / "out.json"):
+        result = generate("hello", "--output", str(path), "--trace", str(trace))
+        assert result.exit_code == 2 and "--trace" in result.stderr
+    assert path.read_text() == "kept"
+
+
+@pytest.mark.parametrize("output", [[], ["--output", "-"]])
+def test_trace_to_standard_output_is_refused(
+    output: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = generate("hello", "--trace", "-", *output)
+    assert result.exit_code == 2 and "the trace goes to a file" in result.stderr
+    assert result.stdout == "" and list(tmp_path.iterdir()) == []
