@@ -28,7 +28,7 @@ StepCallback = Callable[[EngineStats], None]
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many: text, a mapping and a list of token ids are one.
 
-    An entry `prompt_token_ids` that is None, as in vLLM, is no entry.
+    Token ids that are None beside a text are left out.
     """
     if isinstance(prompts, (str, Mapping)):
         return [_without_none(prompts)]
@@ -40,7 +40,11 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _without_none(prompt: Prompt) -> Prompt:
-    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids", ()) is None:
+    if (
+        isinstance(prompt, Mapping)
+        and "prompt" in prompt
+        and prompt.get("prompt_token_ids") is None
+    ):
         return cast(Prompt, {k: v for k, v in prompt.items() if k != "prompt_token_ids"})
     return prompt
 
