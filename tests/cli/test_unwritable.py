@@ -1,4 +1,4 @@
-"""`zipage generate` when its outputs can't be written: one line and exit code 1, no traceback."""
+"""What commands do when their outputs can't be written: one line and exit code 1, no traceback."""
 
 import os
 import subprocess
@@ -32,11 +32,14 @@ def test_full_disk(option: str, what: str) -> None:
 
 
 @needs_full
-def test_full_disk_behind_standard_output() -> None:
-    command = [sys.executable, "-m", "zipage", "generate", "hello", "--num-kv-blocks", "64"]
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "hello", "--num-kv-blocks", "64", "--max-tokens", "2"), ("info", "--json")],
+)
+def test_full_disk_behind_standard_output(command: tuple[str, ...]) -> None:
     with FULL.open("w") as full:
         ended = subprocess.run(
-            [*command, "--max-tokens", "2"],
+            [sys.executable, "-m", "zipage", *command],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -5,6 +5,8 @@ Commands import torch and the engine when they run, so that `zipage --help` is i
 
 from __future__ import annotations
 
+import errno
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from typer.core import TyperGroup
 
 from zipage import __version__
 from zipage.cli import bench, demo, eval, generate, info
+from zipage.cli.writing import writing
 from zipage.errors import ZipageError
 
 
@@ -21,7 +24,7 @@ class ZipageGroup(TyperGroup):
     """Commands whose user errors end in one line, not in a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; exit code 2 on a `ZipageError`, 130 on Ctrl-C."""
+        """Run the command; exit code 2 on a `ZipageError`, 1 on a full disk, 130 on Ctrl-C."""
         try:
             return super().invoke(ctx)
         except ZipageError as error:
@@ -30,6 +33,11 @@ class ZipageGroup(TyperGroup):
                 Text.assemble(("Error: ", "bold red"), (message, "red"))
             )
             raise typer.Exit(2) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with writing("the output", sys.stdout):
+                raise
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

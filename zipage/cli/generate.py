@@ -6,7 +6,6 @@ import contextlib
 import enum
 import io
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from zipage.cli.records import (
     output_record,
     read_records,
 )
+from zipage.cli.writing import writing
 from zipage.errors import EngineDeadError, RequestError, ZipageError
 from zipage.sampling_params import SamplingParams
 
@@ -186,41 +186,11 @@ def _check_outputs(output: Path | None, trace: Path | None) -> None:
         raise typer.BadParameter("the trace goes to a file, not to '-'", param_hint="--trace")
     if output is None or str(output) == "-":
         if sys.stdout is None:
-            with _writing("the output"):
+            with writing("the output"):
                 raise OSError("standard output is closed")
     elif trace is not None and output.resolve() == trace.resolve():
         message = f"{str(trace)!r} is where --output goes, too"
         raise typer.BadParameter(message, param_hint="--trace")
-
-
-@contextlib.contextmanager
-def _writing(what: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Exit with one line and code 1 if what runs inside can't write.
-
-    Args:
-        what: is written, for the message.
-        stream: what it is written to. Nothing reaches it after a failure.
-    """
-    try:
-        yield
-    except BrokenPipeError:  # whoever read has enough: typer exits without a word
-        raise
-    except OSError as error:
-        if stream is not None:
-            _discard(stream)
-        message = f"Error: {what} can't be written: {error}"
-        typer.secho(message, fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
-
-
-def _discard(stream: TextIO) -> None:
-    """Lead a stream nowhere: closing it would fail again on what it still holds."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, stream.fileno())
-        finally:
-            os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -248,7 +218,7 @@ def _traced(llm: LLM, path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with _writing("the trace"):
+            with writing("the trace"):
                 recorder.save(path)
     if recorder.dropped_events:
         typer.echo(f"The trace was full: {recorder.dropped_events} events are missing.", err=True)
@@ -326,11 +296,11 @@ def _run_single(job: _Job, stream: TextIO) -> int:
             for _, last in job.step():
                 if streams:
                     text = last.outputs[0].text
-                    with _writing("the output", stream):
+                    with writing("the output", stream):
                         stream.write(text[shown:])
                         stream.flush()
                     shown = len(text)
-    with _writing("the output", stream):
+    with writing("the output", stream):
         if last is not None and not streams:
             stream.write("\n\n".join(completion.text for completion in last.outputs))
         stream.write("\n")
@@ -358,7 +328,7 @@ def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) 
         with _paused(progress, shares_terminal or "error" in line):
             if "error" in line:
                 logger.error("%s: %s", record.place, line["error"], extra={"record_id": record.id})
-            with _writing("the output", stream):
+            with writing("the output", stream):
                 writer.put(record.index, line)
 
     with stop_on_signal() as stop, progress:
@@ -386,7 +356,7 @@ def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) 
                 if progress.due:
                     progress.update(job.engine.stats(), finished)
         finally:
-            with _paused(progress, shares_terminal), _writing("the output", stream):
+            with _paused(progress, shares_terminal), writing("the output", stream):
                 writer.close()
     if stop.signal is not None:
         total = len(job.records)

@@ -1,0 +1,40 @@
+"""Outputs that can't be written: a full disk, a closed stream."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TextIO
+
+import typer
+
+
+@contextlib.contextmanager
+def writing(what: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Exit with one line and code 1 if what runs inside can't write.
+
+    Args:
+        what: is written, for the message.
+        stream: what it is written to. Nothing reaches it after a failure.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # whoever read has enough: typer exits without a word
+        raise
+    except OSError as error:
+        if stream is not None:
+            _discard(stream)
+        message = f"Error: {what} can't be written: {error}"
+        typer.secho(message, fg=typer.colors.RED, err=True)
+        raise typer.Exit(1) from None
+
+
+def _discard(stream: TextIO) -> None:
+    """Lead a stream nowhere: closing it would fail again on what it still holds."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
