@@ -262,7 +262,7 @@ def rewrite(
         ("llama", "attention.layer_norm_rms_epsilon", [1.0], "rms_norm_eps.*1.0"),
         ("llama", "attention.head_count", "x", "llama.attention.head_count.*'x'"),
         ("llama", "attention.head_count", 0, "llama.attention.head_count.*0"),
-        ("llama", "attention.head_count", 100, "head_dim|multiple"),
+        ("qwen2", "attention.head_count", 100, "head_dim.*got 0"),
         ("llama", "attention.head_count_kv", [2, 2], "num_key_value_heads"),
         ("llama", "attention.key_length", "x", "llama.attention.key_length.*'x'"),
         ("llama", "embedding_length", "x", "llama.embedding_length.*'x'"),

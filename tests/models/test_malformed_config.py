@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zipage.errors import ModelError
 from zipage.models.checkpoint import open_checkpoint
 from zipage.models.config import load_model_config
 from zipage.models.implementation import read_config
+from zipage.models.loader import load_model
 from zipage.models.rope import RopeParameters, build_rope_tables
 
 from .checkpoints import LLAMA3_ROPE, LONGROPE, YARN_ROPE
@@ -181,6 +183,23 @@ def test_rope_that_stretches_too_far(checkpoint: Checkpoint, edited: Edited) -> 
 def test_rope_tables_without_memory() -> None:
     with pytest.raises(ModelError, match=r"tables of 100000000000000 positions.*max_model_len"):
         build_rope_tables(RopeParameters(), 64, 10**14, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8},
+        {"num_attention_heads": 2**30, "num_key_value_heads": 2**30, "head_dim": 2**20},
+        {"intermediate_size": 2**31 - 1, "hidden_size": 2**24},
+    ],
+)
+def test_weights_without_memory(
+    sizes: dict[str, int], checkpoint: Checkpoint, edited: Edited
+) -> None:
+    path = edited(checkpoint("llama")[0], **sizes)
+    shutil.copy(checkpoint("llama")[0] / "model.safetensors", path)
+    with pytest.raises(ModelError, match="do not fit in memory"):
+        load_model(load_model_config(path), path)
 
 
 def test_an_architecture_as_a_plain_string(checkpoint: Checkpoint, edited: Edited) -> None:

@@ -118,15 +118,26 @@ def load_model(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
-    decoder = Decoder(
-        config,
-        dtype or config.dtype,
-        torch.device(device),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        all_reduce=all_reduce,
-        max_positions=max_positions,
-    )
+    try:
+        decoder = Decoder(
+            config,
+            dtype or config.dtype,
+            torch.device(device),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            all_reduce=all_reduce,
+            max_positions=max_positions,
+        )
+    except RuntimeError as error:
+        # What torch says of a tensor that no memory, or no 64-bit number, can hold.
+        if not any(words in str(error) for words in ("can't allocate", "overflowed")):
+            raise
+        raise ModelError(
+            f"{path or config.architecture}: the weights of a model of {config.num_layers} layers, "
+            f"hidden_size {config.hidden_size}, intermediate_size {config.intermediate_size}, "
+            f"{config.num_heads} heads and vocab_size {config.vocab_size} do not fit in memory "
+            f"({error})"
+        ) from error
     if load_format == "dummy":
         _fill_dummy(decoder, seed)
     else:

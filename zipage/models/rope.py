@@ -289,12 +289,12 @@ def build_rope_tables(
         if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             raise MemoryError("more than the machine has")
         cos, sin = _rope_tables(rope, rotated, max_positions)
-        return cos.to(device), sin.to(device)
-    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         raise ModelError(
             f"RoPE tables of {max_positions} positions take {size / 2**30:.1f} GiB while they are "
             f"made, which is not there: give a smaller max_model_len ({error})"
         ) from error
+    return cos.to(device), sin.to(device)
 
 
 def _rope_tables(
