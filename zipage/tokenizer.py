@@ -32,7 +32,7 @@ def load_tokenizer(
         from transformers import AutoTokenizer
 
     name = os.path.expanduser(os.fspath(path_or_name))
-    is_gguf = name.endswith(".gguf") and os.path.isfile(name)
+    is_gguf = name.lower().endswith(".gguf") and os.path.isfile(name)
     if not os.path.isdir(name) and not is_gguf and (os.path.isabs(name) or name.startswith(".")):
         raise ModelError(
             f"tokenizer={name!r} is not a directory; give a Hugging Face model directory or a hub "
@@ -126,7 +126,7 @@ def apply_chat(
 
 
 def _advice(name: str) -> str:
-    if name.endswith(".gguf"):
+    if name.lower().endswith(".gguf"):
         return "give the directory or hub id of the model's tokenizer as tokenizer="
     if os.path.isdir(name):
         return "the directory needs a valid tokenizer.json (or tokenizer.model) of the model"

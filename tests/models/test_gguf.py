@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,8 +17,10 @@ from transformers import PreTrainedModel
 
 from zipage import LLM, SamplingParams
 from zipage.errors import ModelError
-from zipage.models.config import load_model_config
+from zipage.models.config import ModelConfig, load_model_config
+from zipage.models.implementation import read_config
 from zipage.models.loader import load_model, resolve_model_path
+from zipage.models.rope import RopeParameters
 from zipage.tokenizer import load_tokenizer
 
 from .checkpoints import CASES
@@ -215,3 +218,133 @@ def test_refused_files(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ModelError, match=r"pip install 'zipage\[gguf\]'"):
         load_model_config(path)
+
+
+def rewrite(
+    source: Path,
+    path: Path,
+    metadata: dict[str, Any],
+    tensors: dict[str, Any] | None = None,
+    removed: tuple[str, ...] = (),
+) -> Path:
+    """Copy a GGUF file with metadata replaced or removed and tensors added."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, reader.get_field("general.architecture").contents())
+    for name, field in reader.fields.items():
+        skipped = name.startswith("GGUF.") or name == "general.architecture"
+        if not skipped and name not in metadata and name not in removed:
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for name, value in metadata.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, kind)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "message"),
+    [
+        *(
+            (case, "expert_count", 4, "expert_count 4: models of architecture .* have no experts")
+            for case in ("qwen2", "qwen3", "phi3")
+        ),
+        ("llama", "expert_count", "x", "llama.expert_count.*'x'"),
+        ("llama", "attention.layer_norm_rms_epsilon", "x", "rms_norm_eps.*'x'"),
+        ("llama", "attention.layer_norm_rms_epsilon", float("nan"), "rms_norm_eps.*nan"),
+        ("llama", "attention.layer_norm_rms_epsilon", [1.0], "rms_norm_eps.*1.0"),
+        ("llama", "attention.head_count", "x", "llama.attention.head_count.*'x'"),
+        ("llama", "attention.head_count", 0, "llama.attention.head_count.*0"),
+        ("qwen2", "attention.head_count", 100, "head_dim.*got 0"),
+        ("llama", "attention.head_count_kv", [2, 2], "num_key_value_heads"),
+        ("llama", "attention.key_length", "x", "llama.attention.key_length.*'x'"),
+        ("llama", "embedding_length", "x", "llama.embedding_length.*'x'"),
+        ("llama", "rope.dimension_count", "x", "llama.rope.dimension_count.*'x'"),
+        ("llama", "rope.freq_base", "x", "rope_theta.*'x'"),
+        ("llama", "rope.freq_base", float("inf"), "rope_theta.*inf"),
+        ("llama", "rope.scale_linear", "x", "factor.*'x'"),
+        ("llama", "rope.scale_linear", float("nan"), "factor.*nan"),
+        ("llama", "rope.scaling.type", 3, "scaling.type 3 is unknown"),
+        ("llama", "block_count", "x", "num_hidden_layers.*'x'"),
+        ("llama", "context_length", "x", "max_position_embeddings.*'x'"),
+        ("llama", "feed_forward_length", [1, 2], "intermediate_size"),
+        ("llama-yarn-rope", "rope.scaling.original_context_length", "x", "original_max.*'x'"),
+        ("llama-yarn-rope", "rope.scaling.factor", float("inf"), "factor.*inf"),
+    ],
+)
+def test_malformed_metadata(
+    case: str, key: str, value: Any, message: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    source = tmp_path / "whole.gguf"
+    write_gguf(checkpoint(case)[0], source)
+    kind = case.split("-")[0]
+    path = rewrite(source, tmp_path / "model.gguf", {f"{kind}.{key}": value})
+    with pytest.raises(ModelError, match=rf"model\.gguf.*({message})"):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"scale_linear": 2.5}, RopeParameters("linear", 10000.0, 2.5)),
+        ({"scale_linear": 1.0}, RopeParameters()),
+        ({"scale_linear": 2.5, "scaling.type": "none"}, RopeParameters()),
+        ({"scale_linear": 2.5, "scaling.type": "linear"}, RopeParameters("linear", 1e4, 2.5)),
+        ({"scale_linear": 2.5, "scaling.factor": 3.0}, RopeParameters("linear", 1e4, 3.0)),
+    ],
+)
+def test_old_name_of_linear_scaling(
+    metadata: dict[str, Any], expected: Any, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    source = tmp_path / "whole.gguf"
+    write_gguf(checkpoint("llama")[0], source)
+    named = {f"llama.rope.{key}": value for key, value in metadata.items()}
+    assert load_model_config(rewrite(source, tmp_path / "model.gguf", named)).rope == expected
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs", "rope_factors_short"])
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 2.0}, "rope.scaling.type .linear.*2.0"),
+        ({"scaling.type": "yarn", "scaling.factor": 2.0}, "rope.scaling.type .yarn.*2.0"),
+        ({"scaling.type": "spiral"}, "rope.scaling.type .spiral"),
+        ({"scale_linear": 2.0}, "rope.scale_linear.*2.0"),
+    ],
+)
+def test_scaling_beside_frequencies(
+    tensor: str, metadata: dict[str, Any], named: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A file that gives divisors of the frequencies has no other scaling of them."""
+    source = tmp_path / "whole.gguf"
+    write_gguf(checkpoint("llama")[0], source)
+    factors = np.ones(8, dtype=np.float32)
+    names = [tensor] if tensor == "rope_freqs" else [tensor, "rope_factors_long"]
+    tensors = {f"{name}.weight": factors for name in names}
+    path = tmp_path / "model.gguf"
+    rewrite(source, path, {f"llama.rope.{key}": value for key, value in metadata.items()}, tensors)
+    with pytest.raises(ModelError, match=rf"model\.gguf.*{named}.*{tensor}\.weight"):
+        load_model_config(path)
+    # Alone they are read.
+    assert load_model_config(rewrite(source, path, {}, tensors)).rope.rope_type == "longrope"
+    if tensor != "rope_freqs":
+        rewrite(source, path, {}, {f"{tensor}.weight": factors})
+        with pytest.raises(ModelError, match=r"rope_factors_short\.weight, but not"):
+            load_model_config(path)
+
+
+def test_upper_case_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "F.GGUF"
+    write_gguf(resolve_model_path(None), path, F32, tiny_metadata())
+    assert resolve_model_path(tmp_path) == resolve_model_path(str(path)) == path
+    config = read_config(path)
+    assert isinstance(config, ModelConfig)
+    assert load_model(config, path).num_parameters > 0
+    assert len(load_tokenizer(str(path))) == len(load_tokenizer(resolve_model_path(None)))

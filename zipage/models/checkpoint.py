@@ -13,11 +13,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zipage.errors import ModelError
+from zipage.models.config_values import MALFORMED
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file's name is that of a GGUF file."""
+    return path.suffix.lower() == ".gguf"
 
 
 class Checkpoint(ABC):
@@ -56,7 +62,7 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     Raises:
         ModelError: files are missing, truncated or damaged.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from zipage.models.gguf import GGUFCheckpoint, GGUFFile
 
         yield GGUFCheckpoint(GGUFFile(path))
@@ -75,6 +81,12 @@ class _SafetensorsCheckpoint(Checkpoint):
         for file, names in _weight_files(path):
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                absent = sorted((names or set()) - set(opened.keys()))
+                if absent:
+                    raise ModelError(
+                        f"{path / INDEX_FILE} says that {absent[0]} is in {file.name}, which has "
+                        f"no such tensor ({len(absent)} of its names are not there)"
+                    )
                 for name in opened.keys():  # noqa: SIM118  (a file, not a dict)
                     if names is None or name in names:
                         self.shapes[name] = tuple(opened.get_slice(name).get_shape())
@@ -105,12 +117,24 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
     """Yield the weight files of a directory, each with the tensors to take (None for all)."""
     index = path / INDEX_FILE
     if index.is_file():
+        by_file: dict[str, set[str]] = {}
         try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            by_file: dict[str, set[str]] = {}
-            for name, file in weight_map.items():
+            for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+                # Nothing outside the directory is a part of the model.
+                if (
+                    not isinstance(file, str)
+                    or file in ("", "..")
+                    or file != Path(file).name
+                    or "\\" in file
+                ):
+                    raise ModelError(
+                        f"{index}: the file of {name} must be the plain name of a file beside the "
+                        f"index, got {file!r}"
+                    )
                 by_file.setdefault(file, set()).add(name)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except ModelError:
+            raise
+        except (OSError, RecursionError, *MALFORMED) as error:
             raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
         for file, names in sorted(by_file.items()):
             if not (path / file).is_file():

@@ -11,15 +11,24 @@ from typing import Any, ClassVar
 import torch
 
 from zipage.errors import ModelError
+from zipage.models.checkpoint import is_gguf
+from zipage.models.config_values import (
+    LARGEST_SIZE,
+    MALFORMED,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    architecture_names,
+    checkpoint_dtype,
+    flag,
+    number,
+    refuse_quantised,
+    strings,
+    token_ids,
+    whole_number,
+)
 from zipage.models.registry import Architecture, MoENames, find_architecture
 from zipage.models.rope import RopeParameters, parse_rope_parameters
 from zipage.models.shapes import SHAPES
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 GENERATION_FIELDS = (
     "do_sample",
@@ -141,7 +150,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
             not do: another architecture, activation or RoPE type, sliding-window attention,
             quantised weights.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from zipage.models.gguf import GGUFFile
 
         source = path
@@ -156,6 +165,10 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     except ModelError as error:
         # The same type: an unknown architecture must stay one.
         raise type(error)(f"{source}: {error}") from None
+    except MALFORMED as error:
+        raise ModelError(
+            f"{source} holds a malformed value ({type(error).__name__}: {error})"
+        ) from error
 
 
 def shape_model_config(shape: str, max_model_len: int | None = None) -> ModelConfig:
@@ -169,7 +182,7 @@ def parse_model_config(
     max_model_len: int | None = None,
 ) -> ModelConfig:
     """Read the contents of config.json and generation_config.json; see `load_model_config`."""
-    name, options = find_architecture(raw.get("architectures") or [])
+    name, options = find_architecture(architecture_names(raw))
     try:
         return _parse(name, options, raw, generation, max_model_len)
     except ModelError as error:
@@ -183,21 +196,19 @@ def _parse(
     generation: Mapping[str, Any],
     max_model_len: int | None,
 ) -> ModelConfig:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"quantised weights (quant_method {method!r}) are not supported; "
-            f"use a float32, bfloat16 or float16 checkpoint"
-        )
+    refuse_quantised(raw)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"hidden_act {activation!r} is not supported, only 'silu'")
-    hidden_size = _positive(raw, "hidden_size")
-    num_layers = _positive(raw, "num_hidden_layers")
-    num_heads = _positive(raw, "num_attention_heads")
-    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
+        raise ModelError(
+            f"hidden_act {activation!r} is not supported by the decoder, only 'silu'; "
+            f"model_impl='transformers' runs other activations"
+        )
+    hidden_size = whole_number(raw, "hidden_size")
+    num_layers = whole_number(raw, "num_hidden_layers", largest=MOST_LAYERS)
+    num_heads = whole_number(raw, "num_attention_heads")
+    num_kv_heads = whole_number(raw, "num_key_value_heads", num_heads)
     even_share = hidden_size // num_heads if hidden_size % num_heads == 0 else None
-    head_dim = _positive(raw, "head_dim", options.head_dim or even_share)
+    head_dim = whole_number(raw, "head_dim", options.head_dim or even_share)
     if num_heads % num_kv_heads:
         raise ModelError(
             f"num_attention_heads {num_heads} must be a multiple of "
@@ -211,37 +222,41 @@ def _parse(
         raise ModelError(
             f"partial_rotary_factor {rope.partial_rotary_factor} is not supported in this family"
         )
-    longest = rope.stretched(_positive(raw, "max_position_embeddings"))
+    longest = rope.stretched(whole_number(raw, "max_position_embeddings"))
+    if longest > LARGEST_SIZE:
+        raise ModelError(
+            f"rope type {rope.rope_type!r} with factor {rope.factor:g} makes texts of {longest} "
+            f"tokens; at most {LARGEST_SIZE} are possible"
+        )
     _refuse_sliding_window(raw, options, num_layers, longest, max_model_len)
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
-
     bos_token_id = raw.get("bos_token_id")
     if bos_token_id is None:
         bos_token_id = generation.get("bos_token_id")
+    if isinstance(bos_token_id, list):
+        raise ModelError(f"bos_token_id must be one token id, got {bos_token_id!r}")
+    token_ids(bos_token_id, "bos_token_id")
 
     def option(value: bool | str) -> bool:
-        return bool(raw.get(value, False)) if isinstance(value, str) else value
+        return flag(raw, value) if isinstance(value, str) else value
 
     return ModelConfig(
         architecture=name,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=whole_number(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=whole_number(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=number({"rms_norm_eps": 1e-6, **raw}, "rms_norm_eps", 0.0, 1.0),
         rope=rope,
         qkv_bias=option(options.qkv_bias),
         o_bias=option(options.o_bias),
         mlp_bias=option(options.mlp_bias),
         qk_norm=options.qk_norm,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings"),
         max_position_embeddings=longest,
-        dtype=DTYPES[dtype],
+        dtype=checkpoint_dtype(raw),
         eos_token_ids=token_ids(generation.get("eos_token_id"))
         or token_ids(raw.get("eos_token_id")),
         bos_token_id=bos_token_id,
@@ -256,14 +271,18 @@ def _parse(
 def _parse_moe(raw: Mapping[str, Any], names: MoENames, num_layers: int) -> MoEConfig | None:
     """The mixture of experts, or None if no layer has one."""
     # transformers 5 saves every family's number of experts as num_local_experts.
-    num_experts = _positive(raw, "num_local_experts", raw.get("num_experts"))
-    experts_per_token = _positive(raw, "num_experts_per_tok")
+    named = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
+    num_experts = whole_number(raw, named, largest=MOST_EXPERTS)
+    experts_per_token = whole_number(raw, "num_experts_per_tok")
     if experts_per_token > num_experts:
         raise ModelError(
             f"num_experts_per_tok {experts_per_token} exceeds the {num_experts} experts"
         )
-    step = _positive(raw, "decoder_sparse_step", 1)
-    dense = set(raw.get("mlp_only_layers") or ())
+    step = whole_number(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"mlp_only_layers must be a list of layers' indices, got {dense!r}")
     layers = frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     if not layers:
         return None
@@ -272,8 +291,8 @@ def _parse_moe(raw: Mapping[str, Any], names: MoENames, num_layers: int) -> MoEC
         names,
         num_experts,
         experts_per_token,
-        _positive(raw, names.intermediate_size),
-        bool(raw.get(renormalise, False)) if isinstance(renormalise, str) else renormalise,
+        whole_number(raw, names.intermediate_size),
+        flag(raw, renormalise) if isinstance(renormalise, str) else renormalise,
         layers,
     )
 
@@ -286,22 +305,23 @@ def _refuse_sliding_window(
     max_model_len: int | None,
 ) -> None:
     """Raise ModelError when a layer would attend to less than the whole text."""
-    types = set(raw.get("layer_types") or ())
+    types = set(strings(raw, "layer_types"))
     other = sorted(types - {"full_attention", "sliding_attention"})
     if other:
         raise ModelError(f"layer_types {', '.join(other)} are not supported, only full_attention")
-    window = raw.get("sliding_window", options.default_window)
+    named = {"sliding_window": options.default_window, "max_window_layers": 28, **raw}
     if "sliding_attention" not in types:
-        if not options.window or window is None:
+        if not options.window or named["sliding_window"] is None:
             return
-        # These families use the window in the layers from max_window_layers on.
-        first = raw.get("max_window_layers", 28)
-        if options.window_switch and not (
-            raw.get(options.window_switch, False) and first < num_layers
-        ):
-            return
-    elif window is None:
+        if options.window_switch:
+            if not flag(raw, options.window_switch):
+                return
+            # These families use the window in the layers from max_window_layers on.
+            if whole_number(named, "max_window_layers", smallest=0) >= num_layers:
+                return
+    elif named["sliding_window"] is None:
         raise ModelError("layer_types has sliding_attention, but there is no sliding_window")
+    window = whole_number(named, "sliding_window")
     if window < min(longest, max_model_len or longest):
         raise ModelError(
             f"sliding-window attention (sliding_window {window} < max_position_embeddings "
@@ -320,27 +340,9 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file.parent} is not a model directory: it has no {file.name}") from None
-    except (OSError, ValueError) as error:
+    # Brackets nested by the thousand end in a RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object")
     return content
-
-
-def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} must be a positive integer, got {value!r}")
-    return value
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids that a configuration gives as one number, a list or null."""
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"eos_token_id must be a token id or a list of them, got {value!r}")
-    return tuple(ids)

@@ -15,13 +15,12 @@ import torch
 
 from zipage.errors import ModelError
 from zipage.models.checkpoint import Checkpoint
+from zipage.models.config_values import whole_number
 from zipage.models.import_lock import IMPORT_LOCK
 from zipage.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ class GGUFFile:
             raise ModelError(
                 f"{path} cannot be read as GGUF (truncated or damaged?): {error}"
             ) from error
-        if (self.get("split.count") or 1) > 1:
+        parts = self.get("split.count")
+        if parts not in (None, 0, 1):
             raise ModelError(
-                f"{path} is one of {self.get('split.count')} parts: merge them first with "
-                f"llama-gguf-split --merge"
+                f"{path} is one of {parts} parts: merge them first with llama-gguf-split --merge"
             )
         self.kind = str(self.get("general.architecture"))
         if self.kind not in FAMILIES:
@@ -150,21 +149,21 @@ class GGUFFile:
         for name in ("token_embd.weight", "blk.0.attn_norm.weight"):
             if name not in self.tensors:
                 raise ModelError(f"{self.path} has no tensor {name}")
-        heads = self.option("attention.head_count")
-        hidden = self.option("embedding_length")
-        if not isinstance(heads, int) or not isinstance(hidden, int):
-            raise ModelError(
-                f"{self.path}: {self.kind}.attention.head_count {heads!r} and "
-                f"{self.kind}.embedding_length {hidden!r} must be whole numbers"
-            )
-        rotated = self.option("rope.dimension_count")
-        head_dim = self.option("attention.key_length") or (
+        heads = self._count("attention.head_count")
+        hidden = self._count("embedding_length")
+        rotated = self._count("rope.dimension_count", 0)
+        head_dim = self._count("attention.key_length", 0) or (
             rotated if self.family.interleaved and rotated else hidden // heads
         )
-        experts = self.option("expert_count")
+        experts = self._count("expert_count", 0)
         architecture = self.family.architecture
         if experts:
-            architecture = self.family.experts_architecture or architecture
+            if self.family.experts_architecture is None:
+                raise ModelError(
+                    f"{self.path}: {self.kind}.expert_count {experts}: models of architecture "
+                    f"{self.kind!r} have no experts"
+                )
+            architecture = self.family.experts_architecture
         raw: dict[str, Any] = {
             "architectures": [architecture],
             "vocab_size": self.shape("token_embd.weight")[0],
@@ -203,6 +202,16 @@ class GGUFFile:
             raw["intermediate_size"] = raw["intermediate_size"] or size
         return raw, {}
 
+    def _count(self, key: str, default: int | None = None) -> int:
+        """A whole number of the architecture's metadata; 0 only if that is the default."""
+        name = f"{self.kind}.{key}"
+        try:
+            return whole_number(
+                {name: self.get(name)}, name, default, smallest=1 if default is None else 0
+            )
+        except ModelError as error:
+            raise ModelError(f"{self.path}: {error}") from None
+
     def _dtype(self) -> str:
         kinds = {tensor.tensor_type.name for tensor in self.tensors.values()}
         if kinds == {"F32"}:
@@ -212,15 +221,27 @@ class GGUFFile:
     def _rope(self, head_dim: int, rotated: int) -> dict[str, Any]:
         rope: dict[str, Any] = {
             "rope_theta": self.option("rope.freq_base") or 10000.0,
-            "partial_rotary_factor": rotated / head_dim,
+            "partial_rotary_factor": rotated / max(head_dim, 1),
         }
-        kind = self.option("rope.scaling.type") or "none"
-        factor = self.option("rope.scaling.factor")
+        # As llama.cpp reads them: the old name stands in for a missing factor, and a factor
+        # without a type is linear scaling.
+        factor = self.option("rope.scaling.factor") or self.option("rope.scale_linear")
+        stated = self.option("rope.scaling.type")
+        kind = stated or ("none" if factor in (None, 0, 1) else "linear")
         original = self.option("rope.scaling.original_context_length")
         factors = [
             self.read(name).astype(float).tolist() if name in self.tensors else None
             for name in _ROPE_FACTORS
         ]
+        given = [name for name in _ROPE_FACTORS if name in self.tensors]
+        if given in ([_ROPE_FACTORS[1]], [_ROPE_FACTORS[2]]):
+            raise ModelError(f"{self.path} has {given[0]}, but not its counterpart")
+        if given and kind not in ("none", "longrope") and (kind, factor) != ("linear", 1):
+            name = "rope.scaling.type" if stated else "rope.scale_linear or rope.scaling.factor"
+            raise ModelError(
+                f"{self.path}: {self.kind}.{name} ({kind} scaling, factor {factor!r}) is not "
+                f"supported together with the tensor {given[0]}"
+            )
         if factors[0] is not None:
             # Llama 3.1's scaling, worked out: the same divisors at every length.
             kind, short, long = "longrope", factors[0], factors[0]

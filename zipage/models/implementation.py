@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from zipage.errors import ModelError
+from zipage.models.checkpoint import is_gguf
 from zipage.models.config import ModelConfig, load_model_config, read_json
+from zipage.models.config_values import architecture_names
 from zipage.models.decoder import Decoder
 from zipage.models.import_lock import IMPORT_LOCK
 from zipage.models.loader import load_model
@@ -33,13 +35,18 @@ def read_config(
     Raises:
         ModelError: a file is missing or broken, or that code cannot run the model.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         if model_impl == "transformers":
             raise ModelError(
                 f"{path}: model_impl='transformers' needs a Hugging Face directory, not a GGUF file"
             )
         return load_model_config(path, max_model_len)
-    names = read_json(path / "config.json").get("architectures") or []
+    source = path / "config.json"
+    raw = read_json(source)
+    try:
+        names = architecture_names(raw)
+    except ModelError as error:
+        raise ModelError(f"{source}: {error}") from None
     if model_impl == "zipage" or (
         model_impl == "auto" and any(name in ARCHITECTURES for name in names)
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zipage.errors import ConfigError, ModelError
-from zipage.models.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from zipage.models.checkpoint import INDEX_FILE, SINGLE_FILE, is_gguf, open_checkpoint
 from zipage.models.config import ModelConfig
 from zipage.models.decoder import AllReduce, Decoder
 from zipage.models.weight_plan import fill_weights
@@ -39,7 +39,7 @@ def resolve_model_path(name_or_path: str | Path | None, revision: str | None = N
     local = Path(name_or_path).expanduser()
     if local.is_dir():
         return _only_gguf(local) or local
-    if local.suffix == ".gguf" and local.is_file():
+    if is_gguf(local) and local.is_file():
         return local
     name = str(name_or_path)
     if name == EMBEDDED_MODEL:
@@ -75,7 +75,7 @@ def _only_gguf(directory: Path) -> Path | None:
     """
     if any((directory / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)):
         return None
-    files = sorted(directory.glob("*.gguf"))
+    files = sorted(file for file in directory.iterdir() if is_gguf(file))
     if len(files) > 1:
         raise ModelError(
             f"{directory} holds {len(files)} GGUF files: give one of them as the model, "
@@ -118,15 +118,26 @@ def load_model(
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
-    decoder = Decoder(
-        config,
-        dtype or config.dtype,
-        torch.device(device),
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        all_reduce=all_reduce,
-        max_positions=max_positions,
-    )
+    try:
+        decoder = Decoder(
+            config,
+            dtype or config.dtype,
+            torch.device(device),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            all_reduce=all_reduce,
+            max_positions=max_positions,
+        )
+    except RuntimeError as error:
+        # What torch says of a tensor that no memory, or no 64-bit number, can hold.
+        if not any(words in str(error) for words in ("can't allocate", "overflowed")):
+            raise
+        raise ModelError(
+            f"{path or config.architecture}: the weights of a model of {config.num_layers} layers, "
+            f"hidden_size {config.hidden_size}, intermediate_size {config.intermediate_size}, "
+            f"{config.num_heads} heads and vocab_size {config.vocab_size} do not fit in memory "
+            f"({error})"
+        ) from error
     if load_format == "dummy":
         _fill_dummy(decoder, seed)
     else:

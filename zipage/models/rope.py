@@ -9,6 +9,7 @@ Llama 3.1.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,12 @@ from typing import Any
 import torch
 
 from zipage.errors import ModelError
+from zipage.models.config_values import MALFORMED, flag, number, whole_number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+# Beyond any model, and near enough that the tables stay finite in fp32.
+_SMALLEST, _LARGEST = 1e-6, 1e12
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,22 @@ def parse_rope_parameters(raw: Mapping[str, Any]) -> RopeParameters:
         ModelError: the type is unknown, a parameter is missing or out of range, or RoPE differs
             between layers.
     """
-    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ModelError(f"rope parameters must be an object, got {found!r}")
+    found: Mapping[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ModelError(f"{key}: rope parameters must be an object, got {value!r}")
+        found = value or found
     if any(isinstance(value, Mapping) for value in found.values()):
         raise ModelError(f"rope parameters that differ between layers are not supported: {found}")
-    return _RopeParser(raw, found).parse()
+    try:
+        return _RopeParser(raw, found).parse()
+    except ModelError:
+        raise
+    except MALFORMED as error:
+        raise ModelError(
+            f"malformed rope parameters {found} ({type(error).__name__}: {error})"
+        ) from error
 
 
 class _RopeParser:
@@ -116,40 +131,47 @@ class _RopeParser:
         # Early Phi-3 checkpoints call longrope so.
         if self.rope_type == "su" or (self.rope_type == "yarn" and "short_factor" in self.scaling):
             self.rope_type = "longrope"
-        self.longest = raw.get("max_position_embeddings")
+        longest = raw.get("max_position_embeddings")
+        self.longest = None if longest is None else whole_number(raw, "max_position_embeddings")
 
     def parse(self) -> RopeParameters:
         if self.rope_type not in ROPE_TYPES:
             raise ModelError(
                 f"unknown rope type {self.rope_type!r}; supported are {', '.join(ROPE_TYPES)}"
             )
-        if "rope_theta" not in self.scaling:
-            self.scaling["rope_theta"] = self.raw.get("rope_theta") or 10000.0
-        if "partial_rotary_factor" not in self.scaling:
-            self.scaling["partial_rotary_factor"] = self.raw.get("partial_rotary_factor") or 1.0
+        for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+            outer = self.raw.get(key)
+            self.scaling.setdefault(key, default if outer is None else outer)
+        theta = self.number("rope_theta")
+        if theta <= 1:
+            raise ModelError(f"rope_theta must be greater than 1, got {theta}")
         partial = self.number("partial_rotary_factor")
         if partial > 1:
             raise ModelError(f"partial_rotary_factor {partial} must be at most 1")
         return RopeParameters(
             self.rope_type,
-            self.number("rope_theta"),
+            theta,
             partial_rotary_factor=partial,
             **getattr(self, f"_{self.rope_type}")(),
         )
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.scaling.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise ModelError(
-                f"rope type {self.rope_type!r} needs {name} as a positive number, got {value!r}"
-            )
-        return float(value)
+        try:
+            return number({name: default, **self.scaling}, name, _SMALLEST, _LARGEST)
+        except ModelError as error:
+            raise ModelError(f"rope type {self.rope_type!r}: {error}") from None
 
     def original(self) -> int:
-        return int(
-            self.raw.get("original_max_position_embeddings")
-            or self.number("original_max_position_embeddings", self.longest)
-        )
+        key = "original_max_position_embeddings"
+        outer = self.raw.get(key)
+        value = self.scaling.get(key, self.longest) if outer is None else outer
+        # Some checkpoints write it as 8192.0.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return whole_number({key: value}, key, smallest=2)
+        except ModelError as error:
+            raise ModelError(f"rope type {self.rope_type!r}: {error}") from None
 
     def _default(self) -> dict[str, Any]:
         return {}
@@ -158,7 +180,7 @@ class _RopeParser:
         return {"factor": self.number("factor")}
 
     def _dynamic(self) -> dict[str, Any]:
-        if not isinstance(self.longest, int):
+        if self.longest is None:
             raise ModelError("rope type 'dynamic' needs max_position_embeddings")
         return {"factor": self.number("factor"), "original_max_positions": self.longest}
 
@@ -178,17 +200,25 @@ class _RopeParser:
     def _yarn(self) -> dict[str, Any]:
         original = self.original()
         factor = self.number("factor", self.longest / original if self.longest else None)
-        mscale, mscale_all = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        mscale, mscale_all = (
+            None if self.scaling.get(name) in (None, 0) else self.number(name)
+            for name in ("mscale", "mscale_all_dim")
+        )
         if mscale and mscale_all:
             attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all)
         else:
             attention = _yarn_mscale(factor, 1.0)
+        fast, slow = self.number("beta_fast", 32.0), self.number("beta_slow", 1.0)
+        if fast < slow:
+            raise ModelError(
+                f"rope type 'yarn' needs beta_fast >= beta_slow, got {fast} and {slow}"
+            )
         return {
             "factor": factor,
             "original_max_positions": original,
-            "beta_fast": self.number("beta_fast", 32.0),
-            "beta_slow": self.number("beta_slow", 1.0),
-            "truncate": bool(self.scaling.get("truncate", True)),
+            "beta_fast": fast,
+            "beta_slow": slow,
+            "truncate": flag(self.scaling, "truncate", True),
             "attention_factor": self.number("attention_factor", attention),
         }
 
@@ -209,10 +239,14 @@ class _RopeParser:
     def factors(self, name: str) -> tuple[float, ...]:
         values = self.scaling.get(name)
         if not isinstance(values, list) or not all(
-            isinstance(value, (int, float)) and value > 0 for value in values
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and _SMALLEST <= value <= _LARGEST
+            for value in values
         ):
             raise ModelError(
-                f"rope type 'longrope' needs {name} as a list of positive numbers, got {values!r}"
+                f"rope type 'longrope' needs {name} as a list of numbers from {_SMALLEST:g} to "
+                f"{_LARGEST:g}, got {values!r}"
             )
         return tuple(map(float, values))
 
@@ -244,9 +278,29 @@ def build_rope_tables(
     Returns:
         cos, sin: ``[max_positions, R / 2]`` fp32, R the rotated dimensions of a head, multiplied
         by the attention factor.
+
+    Raises:
+        ModelError: there is no memory for them.
     """
-    # On the CPU for every device, so that all devices use the same frequencies.
     rotated = rope.rotary_dim(head_dim)
+    # The angles, their cosines and sines, and one of those before it is multiplied.
+    size = 4 * 4 * max_positions * (rotated // 2)
+    try:
+        if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise MemoryError("more than the machine has")
+        cos, sin = _rope_tables(rope, rotated, max_positions)
+    except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
+        raise ModelError(
+            f"RoPE tables of {max_positions} positions take {size / 2**30:.1f} GiB while they are "
+            f"made, which is not there: give a smaller max_model_len ({error})"
+        ) from error
+    return cos.to(device), sin.to(device)
+
+
+def _rope_tables(
+    rope: RopeParameters, rotated: int, max_positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables on the CPU, so that all devices use the same frequencies."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     powers = rope.theta**exponents
     positions = torch.arange(max_positions, dtype=torch.float32)
@@ -265,7 +319,7 @@ def build_rope_tables(
             frequencies = 1.0 / powers / rope.factor
         angles = torch.outer(positions, frequencies)
     scale = rope.attention_factor
-    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def _dynamic_frequencies(

@@ -7,6 +7,7 @@ over them shows how each layer attends.
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,12 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from zipage.errors import ModelError
-from zipage.models.config import (
-    DTYPES,
-    GENERATION_FIELDS,
-    default_sampling,
-    read_json,
+from zipage.models.config import GENERATION_FIELDS, default_sampling, read_json
+from zipage.models.config_values import (
+    LARGEST_SIZE,
+    MALFORMED,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    architecture_names,
+    checkpoint_dtype,
+    number,
+    refuse_quantised,
     token_ids,
+    whole_number,
 )
 from zipage.models.transformers_attention import PAGED, Probe, probing, register
 
@@ -77,6 +84,16 @@ _RECURRENT_KEYS = (
     "linear_num_value_heads",
     "conv_L_cache",
     "lru_width",
+)
+_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
 )
 _PROBE_TOKENS = 8
 
@@ -143,25 +160,28 @@ def load_transformers_config(path: Path, max_model_len: int | None = None) -> Tr
     raw = read_json(path / "config.json")
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    name = (raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"])[0]
+    name = f"model_type {raw.get('model_type')!r}"
     try:
+        name = next(iter(architecture_names(raw)), name)
+        dtype = checkpoint_dtype(raw)
         register()
         source = _source_config(path, raw)
+        _check_numbers(source, raw)
         name = _causal_class(source, raw).__name__
-        return _describe(name, source, raw, generation, max_model_len)
+        return _describe(name, source, dtype, generation, max_model_len)
     except ModelError as error:
         raise ModelError(
             f"{path / 'config.json'}: {name} cannot run through transformers' code: {error}"
         ) from None
+    except MALFORMED as error:
+        raise ModelError(
+            f"{path / 'config.json'}: {name} cannot run through transformers' code: a value is "
+            f"malformed ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _source_config(path: Path, raw: Mapping[str, Any]) -> Any:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"quantised weights (quant_method {method!r}) are not supported; "
-            f"use a float32, bfloat16 or float16 checkpoint"
-        )
+    refuse_quantised(raw)
     try:
         return transformers.AutoConfig.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
@@ -174,12 +194,31 @@ def _source_config(path: Path, raw: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def _check_numbers(source: Any, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError on numbers that would fill the memory or make every logit NaN."""
+    limits = dict.fromkeys(_EXPERTS_KEYS, MOST_EXPERTS)
+    limits |= {"num_hidden_layers": MOST_LAYERS}
+    limits |= dict.fromkeys(_SIZE_KEYS, LARGEST_SIZE)
+    for key, largest in limits.items():
+        # Of the source, which knows a family's own names for them.
+        value = getattr(source, key, None)
+        if value is not None:
+            whole_number({key: value}, key, smallest=0, largest=largest)
+    for key in raw:
+        if key.endswith(("_eps", "_epsilon")) and raw[key] is not None:
+            number(raw, key, 0.0, 1.0)
+    for key in ("rope_scaling", "rope_parameters", "rope_theta"):
+        # What JSON calls NaN and Infinity; which parameters there are, the families differ in.
+        if any(word in json.dumps(raw.get(key)) for word in ("NaN", "Infinity")):
+            raise ModelError(f"{key} holds a number that is not finite: {raw[key]!r}")
+
+
 def _causal_class(source: Any, raw: Mapping[str, Any]) -> Any:
     """The class of a causal language model, if by its configuration it may run."""
     obstacle = _obstacle(source)
     if obstacle:
         raise ModelError(obstacle)
-    names = raw.get("architectures") or []
+    names = architecture_names(raw)
     if type(source) not in CAUSAL_CLASSES:
         raise ModelError(
             f"transformers {transformers.__version__} has no causal language model for "
@@ -227,13 +266,10 @@ def _obstacle(source: Any) -> str | None:
 def _describe(
     name: str,
     source: Any,
-    raw: Mapping[str, Any],
+    dtype: torch.dtype,
     generation: Mapping[str, Any],
     max_model_len: int | None,
 ) -> TransformersConfig:
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
     longest = min(source.max_position_embeddings, max_model_len or source.max_position_embeddings)
     model, probe = _probe_shapes(source, longest)
     shape = probe.shape()
@@ -251,7 +287,7 @@ def _describe(
         num_parameters=sum(weight.numel() for weight in model.parameters()),
         tie_word_embeddings=bool(getattr(source, "tie_word_embeddings", False)),
         max_position_embeddings=longest,
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         eos_token_ids=token_ids(generation.get("eos_token_id"))
         or token_ids(getattr(source, "eos_token_id", None)),
         bos_token_id=generation.get("bos_token_id") if bos_token_id is None else bos_token_id,
