@@ -208,8 +208,9 @@ class LLMEngine:
                     "'prompt_token_ids'"
                 )
             text = prompt.get("prompt")
-            ids = prompt.get("prompt_token_ids", text)
-            if "prompt_token_ids" in prompt:
+            given = prompt.get("prompt_token_ids")
+            ids = text if given is None else given
+            if given is not None:
                 if isinstance(ids, str):
                     raise RequestError(f"prompt_token_ids={shown(ids)} must be a list of token ids")
                 if text is not None and not isinstance(text, str):
