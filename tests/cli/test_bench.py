@@ -236,3 +236,10 @@ def test_an_interrupt_ends_it_between_two_steps(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 130
     assert "tokens/s" not in result.output
     assert engines and engines[0].stats().blocks_owned == 0
+
+
+def test_a_comparison_without_compressions_says_so() -> None:
+    result = bench(*SMALL, "--kv-budget", "1024", "--compare-full")
+    assert result.exit_code == 0, result.output
+    assert "Nothing was compressed" in result.output
+    assert "Speed with compression" not in result.output

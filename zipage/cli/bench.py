@@ -167,7 +167,13 @@ def _print(about: dict[str, Any], machine: dict[str, Any], results: list[RunResu
     if pairs > 1:
         console.print(f"Each column is the median run of {pairs}.", highlight=False)
     overall = speed_ratio(results)
-    if overall is not None:
+    if overall is not None and not any(run.compressions for run in results):
+        console.print(
+            "Nothing was compressed: no request went beyond its budget. Both did the same work; "
+            "lower --kv-budget or raise --output-len.",
+            highlight=False,
+        )
+    elif overall is not None:
         of = f"median of {pairs} pairs" if pairs > 1 else "one pair"
         console.print(
             f"Speed with compression over full KV: {overall:.2f}x ({of})", highlight=False

@@ -55,8 +55,8 @@ without `SamplingParams`, and `zipage generate`, sample as that file says (greed
 
 ## GGUF
 
-`pip install 'zipage[gguf]'`, then `model="path/to/file.gguf"`, or a directory whose only
-weights are one GGUF file. Architectures: {gguf}. All quantisations that the gguf library can
+`pip install '.[gguf]'` in the repository, then `model="path/to/file.gguf"`, or a directory whose
+only weights are one GGUF file. Architectures: {gguf}. All quantisations that the gguf library can
 read are dequantised to the engine's dtype when loaded: the file is small, the running model is
 not. Config and tokenizer come from the file (a copy of `tokenizer.json` in
 `tokenizer.huggingface.json` where there is one); if the tokenizer cannot be rebuilt, name one
