@@ -26,27 +26,14 @@ StepCallback = Callable[[EngineStats], None]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: text, a mapping and a list of token ids are one.
-
-    Token ids that are None beside a text are left out.
-    """
+    """One prompt or many: text, a mapping and a list of token ids are one."""
     if isinstance(prompts, (str, Mapping)):
-        return [_without_none(prompts)]
+        return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list, got {type(prompts).__name__}")
     if prompts and all(isinstance(p, numbers.Integral) for p in prompts):
         return [cast(Prompt, prompts)]
-    return [_without_none(cast(Prompt, prompt)) for prompt in prompts]
-
-
-def _without_none(prompt: Prompt) -> Prompt:
-    if (
-        isinstance(prompt, Mapping)
-        and "prompt" in prompt
-        and prompt.get("prompt_token_ids") is None
-    ):
-        return cast(Prompt, {k: v for k, v in prompt.items() if k != "prompt_token_ids"})
-    return prompt
+    return cast("list[Prompt]", list(prompts))
 
 
 class LLM:

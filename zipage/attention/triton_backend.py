@@ -9,6 +9,7 @@ import torch
 
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, on_host
 from zipage.cache.kv_cache import KVCache
+from zipage.execution.transfer import to_device
 from zipage.kernels.triton.decode_attention import DecodeAttention, DecodeUnits
 from zipage.kernels.triton.prefill_attention import PrefillAttention, PrefillTiles
 from zipage.kernels.triton.qkv import prepare_qkv
@@ -74,7 +75,7 @@ class TritonBackend(AttentionBackend):
         decodes = prefills = None
         if (~decoding & (fresh > 0)).any():
             tiles = self.prefill.plan(starts, ~decoding)
-            prefills = PrefillTiles(_to_device(tiles, step.positions.device))
+            prefills = PrefillTiles(to_device(torch.from_numpy(tiles), step.positions.device))
         if decoding.any():
             units, unit_starts = self.decode.plan(lens, starts[:-1], decoding)
             fill = prefills is None
@@ -82,7 +83,7 @@ class TritonBackend(AttentionBackend):
                 rows = len(step.positions)
                 unit_starts = np.pad(unit_starts, (0, rows + 1 - len(unit_starts)), mode="edge")
             packed = np.concatenate((units.ravel(), unit_starts, [len(units)])).astype(np.int32)
-            device = _to_device(packed, step.positions.device)
+            device = to_device(torch.from_numpy(packed), step.positions.device)
             cut = units.size
             decodes = DecodeUnits(
                 units=device[:cut].view(-1, 4),
@@ -91,8 +92,3 @@ class TritonBackend(AttentionBackend):
                 fill=fill,
             )
         return _Plan(step, decodes, prefills)
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -107,8 +107,7 @@ def describe(
     """
     import torch
 
-    from zipage.cache.kv_cache import KVCacheSpec
-    from zipage.execution.memory import block_bytes
+    from zipage.execution.memory import block_bytes, pool_spec, resolve_dtype
     from zipage.execution.model_runner import resolve_device
     from zipage.models.config import ModelConfig
     from zipage.models.decoder import Decoder
@@ -121,21 +120,8 @@ def describe(
         if not 0 < length <= longest:
             raise ConfigError(f"length={length} must be from 1 to max_model_len={longest}")
     device = resolve_device(config.device)
-    dtype = model_config.dtype if device.type == "cuda" else torch.float32
-    if config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
-    spec = KVCacheSpec(
-        num_layers=model_config.num_layers,
-        num_blocks=0,
-        block_size=config.block_size,
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-        device=device,
-        window=config.resolved_window if config.compresses else 0,
-        num_query_slots=config.resolved_query_slots,
-    )
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    spec = pool_spec(config, model_config, dtype, device)
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)
     if isinstance(model_config, ModelConfig):
         # On the meta device weights have shapes and no storage.

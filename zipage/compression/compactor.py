@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from zipage.cache.kv_cache import KVCache
+from zipage.execution.transfer import to_device
 
 
 def block_indices(
     blocks: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Block ids as a tensor on `device`, without waiting for the device."""
-    ids = torch.tensor(blocks, dtype=dtype)
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+    return to_device(torch.tensor(blocks, dtype=dtype), device)
 
 
 def plan_stable(kept: torch.Tensor, keep: int) -> torch.Tensor:

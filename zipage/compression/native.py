@@ -160,16 +160,7 @@ class NativeKernels:
         protect_below: int,
         stable: bool,
     ) -> None:
-        """`select_tokens`, a compaction plan and `move_tokens` in one pass.
-
-        Args:
-            job: whose cache.
-            scores: ``[L, H, T]`` fp32 final scores.
-            stored: ``[L, H, T]`` fp32 scores to store, or None for 0.
-            window: last slots that are always kept.
-            protect_below: text positions below this are kept as far as they fit.
-            stable: keep slot order instead of filling holes.
-        """
+        """Select and move in one pass, see `CompressionKernels`."""
         scores = scores.contiguous()
         stored = None if stored is None else stored.contiguous()
         _check(

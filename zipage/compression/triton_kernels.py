@@ -229,16 +229,7 @@ class TritonKernels:
         protect_below: int,
         stable: bool,
     ) -> None:
-        """`select_tokens`, a compaction plan and `move_tokens` in two launches.
-
-        Args:
-            job: whose cache.
-            scores: ``[L, H, T]`` fp32 final scores.
-            stored: ``[L, H, T]`` fp32 scores to store, or None for 0.
-            window: last slots that are always kept.
-            protect_below: text positions below this are kept as far as they fit.
-            stable: keep slot order instead of filling holes.
-        """
+        """Select and move in two launches, see `CompressionKernels`."""
         cache = self._cache
         blocks = cache.spec.num_blocks
         bits = scores.contiguous().view(torch.int32)

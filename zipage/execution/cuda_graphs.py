@@ -12,6 +12,7 @@ import torch
 from zipage.attention.backend import StepInputs
 from zipage.attention.triton_backend import TritonBackend
 from zipage.engine.request import PENDING_TOKEN
+from zipage.execution.transfer import to_device
 from zipage.kernels.triton.decode_attention import DecodeUnits
 from zipage.models.decoder import Decoder
 
@@ -221,8 +222,8 @@ class DecodeGraphs:
         """
         if not cells:
             return
-        packed = torch.tensor([list(cells), list(cells.values())]).pin_memory()
-        on_device = packed.to(self.block_tables.device, non_blocking=True)
+        packed = torch.tensor([list(cells), list(cells.values())])
+        on_device = to_device(packed, self.block_tables.device)
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].to(torch.int32))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,10 @@ from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.config import EngineConfig, host_memory_available, parse_bytes
 from zipage.errors import ConfigError
 from zipage.execution.faults import is_out_of_memory
+
+if TYPE_CHECKING:
+    from zipage.models.config import ModelConfig
+    from zipage.models.transformers_config import TransformersConfig
 
 #: Without any other word, the pool takes this share of the host's available memory, at most 4 GiB.
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30
@@ -20,6 +25,35 @@ _CUDA_SHARE = 0.9
 def block_bytes(spec: KVCacheSpec) -> int:
     """Bytes of one block: keys, values, stored scores and positions of its tokens."""
     return spec.block_size * (spec.bytes_per_token + spec.score_bytes_per_token)
+
+
+def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The option `dtype`: on ``auto`` the checkpoint's, but float32 on the CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else model_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def pool_spec(
+    config: EngineConfig,
+    model: ModelConfig | TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCacheSpec:
+    """Shape of the pool of a model, without blocks: `plan_pool` gives their number."""
+    return KVCacheSpec(
+        num_layers=model.num_layers,
+        num_blocks=0,
+        block_size=config.block_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        device=device,
+        window=config.resolved_window if config.compresses else 0,
+        num_query_slots=config.resolved_query_slots,
+    )
 
 
 def plan_pool(

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from zipage.attention.backend import StepInputs, make_backend
-from zipage.cache.kv_cache import KVCacheSpec
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.kernels import KernelChoice
@@ -24,9 +23,10 @@ from zipage.engine.request import PENDING_TOKEN, Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
 from zipage.execution.logprobs import PromptRows, prompt_logprobs
-from zipage.execution.memory import make_pool, plan_pool
+from zipage.execution.memory import make_pool, plan_pool, pool_spec, resolve_dtype
 from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
+from zipage.execution.transfer import to_device
 from zipage.models.config import ModelConfig, shape_model_config
 from zipage.models.decoder import Decoder
 from zipage.models.implementation import load_weights, read_config
@@ -100,7 +100,7 @@ class ModelRunner:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
             )
-        dtype = self._resolve_dtype(config.dtype)
+        dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         self.model = load_weights(
             self.model_config,
             self.model_path,
@@ -111,18 +111,7 @@ class ModelRunner:
             max_positions=self.max_model_len,
         )
         mc = self.model_config
-        spec = KVCacheSpec(
-            num_layers=mc.num_layers,
-            num_blocks=0,
-            block_size=config.block_size,
-            num_heads=mc.num_heads,
-            num_kv_heads=mc.num_kv_heads,
-            head_dim=mc.head_dim,
-            dtype=dtype,
-            device=self.device,
-            window=config.resolved_window if config.compresses else 0,
-            num_query_slots=config.resolved_query_slots,
-        )
+        spec = pool_spec(config, mc, dtype, self.device)
         # The logits of a full batch, once for the graphs and once for sampling.
         logits = config.max_num_seqs * mc.vocab_size * (dtype.itemsize + 4)
         self.cache = make_pool(plan_pool(config, spec, self.max_model_len, reserved=logits))
@@ -196,13 +185,6 @@ class ModelRunner:
             graphs.capture_bytes >> 20,
         )
         return graphs
-
-    def _resolve_dtype(self, name: str) -> torch.dtype:
-        if name == "auto":
-            on_cpu = self.device.type == "cpu"
-            return torch.float32 if on_cpu else self.model_config.dtype
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
 
     # ------------------------------------------------------------------ steps
 
@@ -372,10 +354,7 @@ class ModelRunner:
             values = np.concatenate(
                 (values, np.full(padded - len(values), fill, dtype=values.dtype))
             )
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(values)), self.device)
 
     def _sync_row(self, request: Request) -> None:
         """Bring the request's row of the block tables up to date."""

@@ -21,6 +21,7 @@ import torch
 
 from zipage.execution.categorical import draw, draw_filtered
 from zipage.execution.logprobs import PromptLogprobs, token_logprobs
+from zipage.execution.transfer import to_device
 from zipage.outputs import Logprob
 from zipage.sampling_params import SamplingParams
 
@@ -238,12 +239,12 @@ class Sampler:
                 ],
                 dtype=torch.float64,
             )
-            inverse_temperatures, uniforms = self._to_device(table)
+            inverse_temperatures, uniforms = to_device(table, self._device)
             temperatures = inverse_temperatures.float()
             if len(rows) == len(states):
                 token_ids = draw(logits.float(), peaks.float(), temperatures, uniforms)
             else:
-                index = self._to_device(torch.tensor(rows))
+                index = to_device(torch.tensor(rows), self._device)
                 drawn = draw(logits[index].float(), peaks[index].float(), temperatures, uniforms)
                 token_ids = token_ids.index_copy(0, index, drawn)
             # Unusable logits are reported later; until then the token must be one.
@@ -252,11 +253,6 @@ class Sampler:
         for state in states:
             state.num_sampled += 1
         return launched
-
-    def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self._device, non_blocking=True)
 
     def _choose(
         self, logits: torch.Tensor, rows: list[int], states: list[SamplingState]
