@@ -2,8 +2,8 @@
 
 The work of a step is a list of units, each a stretch of one sequence's cache; `DecodeUnits` makes
 it. A fixed number of programs takes (unit, KV head) pairs in turn, so that a captured graph serves
-any lengths; the program that finishes a sequence's last unit joins them. Query heads of a KV head
-are computed together: each key and value is read once.
+any lengths; a second kernel joins the units of a sequence. Query heads of a KV head are computed
+together: each key and value is read once.
 """
 
 from __future__ import annotations
@@ -21,41 +21,32 @@ from zipage.cache.kv_cache import KVCache
 _TILE_BYTES = 32768
 _TILE = 128
 _PROGRAMS_PER_SM = 3
-# Of a thread, so that as many programs of 128 threads fit a multiprocessor's 65,536.
-_REGISTERS = 168
 # (unit, head) pairs a program may have; a sequence is cut no further than one tile each.
 _MOST_PAIRS = 8
 # What starting a unit and joining it costs, in slots.
 _UNIT_OVERHEAD = 48
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer
     tables,  # [S, table_stride]
     units,  # [U, 4] sequence, row of q, first slot, end slot
-    unit_starts,  # [S + 1]
     num_units,  # [1]
     partial,  # [U, Q, D] fp32
     partial_lse,  # [U, Q] fp32
-    arrivals,  # [S, H] int32, all 0 between launches
-    out,  # [rows, Q, D]
     scale_log2,
     q_stride,
     table_stride,
     num_programs,
-    num_rows,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
-    JOIN_GROUP: tl.constexpr,
-    JOIN_UNITS: tl.constexpr,
     TILE: tl.constexpr,
-    FILL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -69,30 +60,32 @@ def _decode_kernel(
         unit = pair // NUM_KV_HEADS
         kv_head = pair % NUM_KV_HEADS
         seq = tl.load(units + unit * 4)
-        row = tl.load(units + unit * 4 + 1).to(tl.int64)
+        row = tl.load(units + unit * 4 + 1)
         start = tl.load(units + unit * 4 + 2)
         end = tl.load(units + unit * 4 + 3)
         head = kv_head * GROUP + member
         query = tl.load(
-            q + row * q_stride + head[:, None] * DIM + dim[None, :], mask=query_mask, other=0.0
+            q + row.to(tl.int64) * q_stride + head[:, None] * DIM + dim[None, :],
+            mask=query_mask,
+            other=0.0,
         )
         top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
-        attended = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+        out = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
         table = tables + seq * table_stride
         for first in range(start, end, TILE):
             slot = first + time
             valid = slot < end
             if BLOCK_SIZE % TILE == 0:
-                # One address and constants: registers are short here.
                 block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
-                entry = (block * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + first % BLOCK_SIZE
-                pointer = (kv + entry * DIM) + (time[:, None] * DIM + dim[None, :])
+                entry = (
+                    (block * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + first % BLOCK_SIZE
+                ) + time
             else:
                 block = tl.load(table + slot // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
                 entry = (block * (2 * NUM_KV_HEADS) + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                pointer = kv + entry[:, None] * DIM + dim[None, :]
-            mask = valid[:, None] if DIM == DIM_PADDED else valid[:, None] & dims[None, :]
+            mask = valid[:, None] & dims[None, :]
+            pointer = kv + entry[:, None] * DIM + dim[None, :]
             key = tl.load(pointer, mask=mask, other=0.0)
             value = tl.load(pointer + NUM_KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
@@ -101,87 +94,59 @@ def _decode_kernel(
             weights = tl.exp2(logits - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(weights, 1)
-            attended = attended * shrink[:, None] + tl.dot(
+            out = out * shrink[:, None] + tl.dot(
                 weights.to(value.dtype), value, input_precision=PRECISION
             )
             top = new_top
-        attended = attended / total[:, None]
-        # Not before the loop, where registers are short.
-        first_unit = tl.load(unit_starts + seq)
-        last_unit = tl.load(unit_starts + seq + 1)
-        if last_unit - first_unit == 1:
-            pointer = out + (row * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
-            tl.store(pointer, attended.to(out.dtype.element_ty), mask=query_mask)
-        else:
-            entry = unit * NUM_HEADS + head
-            tl.store(partial + entry[:, None] * DIM + dim[None, :], attended, mask=query_mask)
-            tl.store(partial_lse + entry, top + tl.log2(total), mask=member < GROUP)
-            # All threads have stored before one of them says so.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
-            if arrived == last_unit - first_unit - 1:
-                tl.store(arrivals + seq * NUM_KV_HEADS + kv_head, 0)
-                _join(
-                    partial, partial_lse, out, first_unit, last_unit, row, kv_head * GROUP,
-                    NUM_HEADS, GROUP, DIM, DIM_PADDED, JOIN_GROUP, JOIN_UNITS,
-                )  # fmt: skip
-    if FILL:
-        for seq in range(tl.program_id(0), num_rows, num_programs):
-            if tl.load(unit_starts + seq) == tl.load(unit_starts + seq + 1):
-                for kv_head in range(NUM_KV_HEADS):
-                    head = kv_head * GROUP + member
-                    pointer = out + (seq * NUM_HEADS + head[:, None]).to(tl.int64) * DIM
-                    zeros = tl.zeros([GROUP_PADDED, DIM_PADDED], out.dtype.element_ty)
-                    tl.store(pointer + dim[None, :], zeros, mask=query_mask)
+        entry = unit * NUM_HEADS + head
+        tl.store(
+            partial + entry[:, None] * DIM + dim[None, :], out / total[:, None], mask=query_mask
+        )
+        tl.store(partial_lse + entry, top + tl.log2(total), mask=member < GROUP)
 
 
 @triton.jit
-def _join(
+def _join_kernel(
     partial,
     partial_lse,
-    out,
-    first_unit,
-    last_unit,
-    row,
-    first_head,
+    unit_starts,  # [S + 1]
+    units,
+    out,  # [rows, Q, D]
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    JOIN_GROUP: tl.constexpr,
-    JOIN_UNITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    FILL: tl.constexpr,
 ):
-    """Join the units of a sequence and KV head, always in their order: one program does it."""
-    member = tl.arange(0, JOIN_GROUP)
+    seq = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, DIM_PADDED)
-    index = tl.arange(0, JOIN_UNITS)
-    head = first_head + member
-    mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    top = tl.full([JOIN_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([JOIN_GROUP], tl.float32)
-    joined = tl.zeros([JOIN_GROUP, DIM_PADDED], tl.float32)
-    for unit in range(first_unit, last_unit, JOIN_UNITS):
-        exists = (unit + index < last_unit)[:, None] & (member < GROUP)[None, :]
-        entry = (unit + index)[:, None] * NUM_HEADS + head[None, :]
-        # Past the first-level cache, which does not see other programs' stores.
-        lse = tl.load(partial_lse + entry, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(
-            partial + entry[:, :, None] * DIM + dim[None, None, :],
-            mask=exists[:, :, None] & (dim < DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        # Heads that do not exist keep -inf: their difference must not become NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(lse - base[None, :])
-        shrink = tl.exp2(top - base)
-        joined = joined * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        top = new_top
-    result = joined / tl.where(total == 0.0, 1.0, total)[:, None]
-    pointer = out + (row * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
-    tl.store(pointer, result.to(out.dtype.element_ty), mask=mask)
+    mask = (head < NUM_HEADS)[:, None] & (dim < DIM)[None, :]
+    start = tl.load(unit_starts + seq)
+    end = tl.load(unit_starts + seq + 1)
+    if start < end:
+        row = tl.load(units + start * 4 + 1).to(tl.int64)
+        top = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        joined = tl.zeros([HEADS, DIM_PADDED], tl.float32)
+        for unit in range(start, end):
+            entry = unit * NUM_HEADS + head
+            lse = tl.load(partial_lse + entry, mask=head < NUM_HEADS, other=float("-inf"))
+            part = tl.load(partial + entry[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+            new_top = tl.maximum(top, lse)
+            # Heads that do not exist keep -inf: their difference must not become NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(lse - base)
+            shrink = tl.exp2(top - base)
+            joined = joined * shrink[:, None] + part * weight[:, None]
+            total = total * shrink + weight
+            top = new_top
+        result = joined / tl.where(total == 0.0, 1.0, total)[:, None]
+        pointer = out + (row * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
+        tl.store(pointer, result.to(out.dtype.element_ty), mask=mask)
+    elif FILL:
+        pointer = out + (seq.to(tl.int64) * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
+        tl.store(pointer, tl.zeros([HEADS, DIM_PADDED], out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -219,10 +184,6 @@ class DecodeAttention:
         self._scale_log2 = scale * 1.4426950408889634
         row = max(16, triton.next_power_of_2(spec.head_dim)) * spec.dtype.itemsize
         self._tile = min(_TILE, _TILE_BYTES // row)
-        # Programs that have finished a unit of a sequence and KV head; the last one resets it.
-        self._arrivals = torch.zeros(
-            max_sequences, spec.num_kv_heads, dtype=torch.int32, device=spec.device
-        )
         self.set_programs(_PROGRAMS_PER_SM * _num_multiprocessors(spec.device))
 
     def set_programs(self, count: int) -> None:
@@ -300,37 +261,42 @@ class DecodeAttention:
         spec = self.cache.spec
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         dim_padded = max(16, triton.next_power_of_2(dim))
-        join_group = triton.next_power_of_2(heads // kv_heads)
         _decode_kernel[(self.num_programs,)](
             q,
             self.cache.kv[layer],
             block_tables,
             plan.units,
-            plan.unit_starts,
             plan.num_units,
             self._partial,
             self._partial_lse,
-            self._arrivals,
-            out,
             self._scale_log2,
             q.stride(0),
             block_tables.stride(0),
             self.num_programs,
-            len(plan.unit_starts) - 1,
             NUM_HEADS=heads,
             NUM_KV_HEADS=kv_heads,
             BLOCK_SIZE=spec.block_size,
             DIM=dim,
             DIM_PADDED=dim_padded,
             GROUP_PADDED=max(16, triton.next_power_of_2(heads // kv_heads)),
-            JOIN_GROUP=join_group,
-            JOIN_UNITS=max(1, min(8, 4096 // (join_group * dim_padded))),
             TILE=self._tile,
-            FILL=plan.fill,
             PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=2,
-            maxnreg=_REGISTERS if spec.dtype.itemsize == 2 else None,
+        )
+        at_once = min(8, triton.next_power_of_2(heads))
+        _join_kernel[(len(plan.unit_starts) - 1, triton.cdiv(heads, at_once))](
+            self._partial,
+            self._partial_lse,
+            plan.unit_starts,
+            plan.units,
+            out,
+            NUM_HEADS=heads,
+            DIM=dim,
+            DIM_PADDED=dim_padded,
+            HEADS=at_once,
+            FILL=plan.fill,
+            num_warps=4,
         )
 
 
