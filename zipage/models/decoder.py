@@ -155,27 +155,48 @@ class _PackedLayer:
 
 
 class _FusedLayer:
-    """A layer's elementwise operations as Triton kernels, residual sums inside the products."""
+    """A layer's elementwise operations as Triton kernels, residual sums inside the products.
 
-    def __init__(self) -> None:
-        from zipage.kernels.triton.elementwise import rms_norm, silu_mul
+    Small products leave their sum to the norm after them, be it the next layer's.
+    """
 
-        self.rms_norm, self._silu_mul = rms_norm, silu_mul
+    def __init__(self, device: torch.device) -> None:
+        from zipage.kernels.triton import elementwise, skinny_linear
+
+        self._elementwise, self._skinny = elementwise, skinny_linear
+        # One and a half programs for each multiprocessor hide most of a program's start and end.
+        self._programs = 1
+        if device.type == "cuda":
+            count: int = torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs = 3 * count // 2
+        self._unsummed: torch.Tensor | None = None
 
     def forward(
         self, layer: DecoderLayer, x: torch.Tensor, backend: AttentionBackend, step: StepInputs
     ) -> None:
-        """`DecoderLayer.forward` with fused operations."""
-        h = self.rms_norm(x, layer.input_norm, layer.norm_eps)
+        """`DecoderLayer.forward` with fused operations; `norm` must follow the last layer."""
+        h = self.norm(x, layer.input_norm, layer.norm_eps)
         qkv = F.linear(h, layer.qkv_weight, layer.qkv_bias)
         attended = backend.attend(layer.index, qkv, layer.transform, step)
         self._add_product(layer, x, attended, layer.o_weight, layer.o_bias)
-        h = self.rms_norm(x, layer.post_norm, layer.norm_eps)
+        h = self.norm(x, layer.post_norm, layer.norm_eps)
         if layer.moe is not None:
             layer._add_reduced(x, layer.moe(h))
             return
         gate_up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
-        self._add_product(layer, x, self._silu_mul(gate_up), layer.down_weight, layer.down_bias)
+        active = self._elementwise.silu_mul(gate_up)
+        self._add_product(layer, x, active, layer.down_weight, layer.down_bias)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm of `x`, to which the last product is added first if that is still to be done."""
+        parts, self._unsummed = self._unsummed, None
+        if parts is None:
+            return self._elementwise.rms_norm(x, weight, eps)
+        return self._elementwise.add_rms_norm(x, parts, weight, eps)
+
+    def reset(self) -> None:
+        """Forget what a forward pass that failed left behind."""
+        self._unsummed = None
 
     def _add_product(
         self,
@@ -185,10 +206,14 @@ class _FusedLayer:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        if bias is None and layer.all_reduce is None:
+        if bias is not None or layer.all_reduce is not None:
+            layer._add_reduced(x, F.linear(h, weight, bias))
+            return
+        splits = self._skinny.num_splits(len(h), weight, self._programs)
+        if splits is None:
             x.addmm_(h, weight.t())
         else:
-            layer._add_reduced(x, F.linear(h, weight, bias))
+            self._unsummed = self._skinny.skinny_linear(h, weight, splits)
 
 
 class Decoder(WeightHolder):
@@ -290,7 +315,7 @@ class Decoder(WeightHolder):
 
     def fuse(self) -> None:
         """Use Triton kernels for the operations between matrix products (CUDA)."""
-        fused = _FusedLayer()
+        fused = _FusedLayer(self.device)
         for layer in self.decoder_layers:
             layer.fused = fused
         self._fused = fused
@@ -309,10 +334,12 @@ class Decoder(WeightHolder):
             ``[T', E]`` hidden states after the final norm.
         """
         x = F.embedding(step.input_ids, self.embed_weight)
+        if self._fused is not None:
+            self._fused.reset()
         for layer in self.decoder_layers:
             layer(x, backend, step)
         if self._fused is not None:
-            return self._fused.rms_norm(x, self.final_norm, self.config.norm_eps)
+            return self._fused.norm(x, self.final_norm, self.config.norm_eps)
         return F.rms_norm(x, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,62 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
+def _add_rms_norm_kernel(
+    x,  # [rows, WIDTH]
+    parts,  # [PARTS, rows, WIDTH] fp32
+    weight,
+    out,
+    eps,
+    rows,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH_PADDED)
+    mask = column < WIDTH
+    values = tl.load(x + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        values += tl.load(parts + (part * rows + row) * WIDTH + column, mask=mask, other=0.0)
+    rounded = values.to(x.dtype.element_ty)
+    tl.store(x + row * WIDTH + column, rounded, mask=mask)
+    values = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    scaled = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm(
+    x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add the parts of a product to `x` in place, rounded once, and return its `rms_norm`.
+
+    Args:
+        x: ``[T', E]``.
+        parts: ``[S, T', E]`` fp32, from `skinny_linear`.
+        weight: ``[E]``.
+        eps: added to the mean of squares.
+    """
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    padded = triton.next_power_of_2(width)
+    warps = min(16, max(1, padded // 512))
+    _add_rms_norm_kernel[(len(x),)](
+        x,
+        parts,
+        weight,
+        out,
+        eps,
+        len(x),
+        PARTS=len(parts),
+        WIDTH=width,
+        WIDTH_PADDED=padded,
+        num_warps=warps,
+    )
+    return out
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
