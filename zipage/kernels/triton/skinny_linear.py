@@ -81,6 +81,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.T
     """
     rows, (n, k) = len(x), weight.shape
     parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
+    padded = max(16, triton.next_power_of_2(rows))
     _skinny_kernel[(n // _COLUMNS, splits)](
         x,
         weight,
@@ -89,10 +90,11 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.T
         N=n,
         K=k,
         SPLITS=splits,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=padded,
         COLUMNS=_COLUMNS,
         STEP=_STEP,
         num_warps=4,
-        num_stages=4,
+        # Two programs fit the shared memory of a multiprocessor.
+        num_stages=3 if padded == 64 else 4,
     )
     return parts
