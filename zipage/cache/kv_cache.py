@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,7 +55,8 @@ class KVCache:
             (before the first one a token's position is its slot).
         queries: ``[L, M, w, Q, D]``, the post-RoPE queries of the last `w` tokens before a trigger.
 
-    `scores`, `positions` and `queries` have size 0 when `num_query_slots` is 0.
+    `scores`, `positions` and `queries` have size 0 when `num_query_slots` is 0. Every tensor has
+    the layers first.
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
@@ -77,6 +79,15 @@ class KVCache:
         self.queries = zeros(
             s.num_layers, s.num_query_slots, s.window, s.num_heads, s.head_dim, dtype=s.dtype
         )
+
+    def layers(self, first: int, last: int) -> KVCache:
+        """The pool of the layers ``[first, last)`` alone, in the same memory."""
+        part = copy.copy(self)
+        part.spec = replace(self.spec, num_layers=last - first)
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, torch.Tensor):
+                setattr(part, name, tensor[first:last])
+        return part
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -105,12 +105,9 @@ def describe(
     Raises:
         ConfigError: a length or `max_model_len` is longer than the model's texts.
     """
-    import torch
-
     from zipage.execution.memory import block_bytes, pool_spec, resolve_dtype
     from zipage.execution.model_runner import resolve_device
-    from zipage.models.config import ModelConfig
-    from zipage.models.decoder import Decoder
+    from zipage.models.implementation import count_parameters
 
     limit = model_config.max_position_embeddings
     longest = config.max_model_len or limit
@@ -123,12 +120,7 @@ def describe(
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     spec = pool_spec(config, model_config, dtype, device)
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)
-    if isinstance(model_config, ModelConfig):
-        # On the meta device weights have shapes and no storage.
-        decoder = Decoder(model_config, dtype, torch.device("meta"), max_positions=1)
-        parameters = decoder.num_parameters
-    else:
-        parameters = model_config.num_parameters
+    parameters = count_parameters(model_config, dtype)
     lengths = sorted(set(lengths or _default_lengths(longest)))
     sizes = _POOL_SIZES if config.kv_cache_memory is None else (config.kv_cache_memory,)
     return {

@@ -12,6 +12,12 @@ from zipage.compression.policies.base import Policy
 from zipage.compression.select import select_tokens
 from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
+from zipage.execution.faults import is_out_of_memory, release_memory
+
+#: Scratch of a job, unless a single layer needs more: work is cut along the layers to keep it.
+SCRATCH_BYTES = 256 << 20
+#: Of a token, layer and KV head: scores and what they are made of.
+_SCRATCH_OF_TOKEN = 40
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Compressor:
     """Compresses the caches of requests in one KV pool.
 
     `run` may be called from any thread, beside decoding on other blocks and beside other runs on
-    other jobs. On CUDA it only enqueues work on the current stream.
+    other jobs. On CUDA it only enqueues work on the current stream. Its scratch is about
+    `SCRATCH_BYTES` or that of one layer, whatever the length of the cache.
 
     Args:
         cache: the KV pool, with query slots.
@@ -90,6 +97,7 @@ class Compressor:
         self.policy = policy
         self.options = options
         self.scale = scale
+        self._choice, self._num_threads = kernels, num_threads
         self._kernels = make_kernels(cache, kernels, num_threads)
 
     def run(self, job: CompressionJob) -> None:
@@ -103,53 +111,87 @@ class Compressor:
             ValueError: the job's numbers contradict one another or the pool.
         """
         self._check(job)
-        options = self.options
-        view = CacheView(self.cache, job, self.scale, options.window, options.seed, self._kernels)
-        result = self.policy.scores(view)
+        num_layers, size = self.cache.spec.num_layers, self._layers_at_once(job.length)
+        parts = [(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
+        parts.reverse()
+        while parts:
+            part = parts.pop()
+            if not self._run_layers(job, *part):
+                middle = sum(part) // 2
+                parts += [(middle, part[1]), (part[0], middle)]
+                release_memory(self.cache.spec.device)
+
+    def _layers_at_once(self, length: int) -> int:
+        """Layers whose scratch for a cache of `length` tokens stays below `SCRATCH_BYTES`."""
+        spec, scratch = self.cache.spec, _SCRATCH_OF_TOKEN
+        if self._kernels is None:
+            # Keys and values in blocks and in order, in fp32, and normalised.
+            scratch += spec.head_dim * (4 * spec.dtype.itemsize + 4 * 4)
+        return max(1, min(spec.num_layers, SCRATCH_BYTES // (scratch * length * spec.num_kv_heads)))
+
+    def _run_layers(self, job: CompressionJob, first: int, last: int) -> bool:
+        """Compress some layers; False, and nothing is written, if fewer might fit in memory."""
+        options, cache, kernels = self.options, self.cache, self._kernels
+        if last - first < cache.spec.num_layers:
+            cache = cache.layers(first, last)
+            if kernels is not None:
+                kernels = make_kernels(cache, self._choice, self._num_threads)
+        view = CacheView(cache, job, self.scale, options.window, options.seed, kernels, first)
         protect_below = options.num_sinks
         if job.prompt_len <= options.protect_prompt * job.keep:
             protect_below = max(protect_below, job.prompt_len)
         stable = options.compaction == "stable"
-        if self._kernels is not None:
-            self._kernels.select_and_compact(
+        try:
+            result = self.policy.scores(view)
+        except Exception as error:
+            if last - first == 1 or not is_out_of_memory(error):
+                raise
+            return False
+        if kernels is not None:
+            kernels.select_and_compact(
                 job, result.final, result.stored, options.window, protect_below, stable
             )
-            return
+            return True
         kept = select_tokens(result.final, view.positions, job.keep, options.window, protect_below)
         slots = plan_stable(kept, job.keep) if stable else plan_holes(kept, job.keep)
         move_tokens(
-            self.cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
+            cache, job.source_blocks, job.target_blocks, slots, view.positions, result.stored
         )
+        return True
 
-    def warm_up(self, num_blocks: int) -> None:
-        """Compile and load what `run` needs, by running it on the first blocks of the pool.
+    def warm_up(self, num_blocks: int, longest: int = 0) -> None:
+        """Compile and load what `run` needs, and use as much scratch as it ever does.
 
-        They are overwritten. Does nothing if `num_blocks` hold too little to be compressed.
+        Runs on the first blocks of the pool, which are overwritten; where a job has more than there
+        are they are listed again. Does nothing if `num_blocks` hold too little to be compressed.
 
         Args:
             num_blocks: blocks of a request when it is compressed.
+            longest: tokens of the longest cache that may be compressed, if that is more.
         """
         b = self.cache.spec.block_size
         keep = (num_blocks - 1) * b
         if keep < max(b, self.options.window + self.options.num_sinks):
             return
-        blocks = tuple(range(num_blocks))
-        for prompt_len in {0, int(self.options.protect_prompt * keep)}:
-            for num_scored in (0, keep):
-                self.run(
-                    CompressionJob(
+        for length in sorted({keep + b, max(longest, keep + b)}):
+            size = -(-length // b)
+            blocks = tuple(i % min(num_blocks, self.cache.spec.num_blocks) for i in range(size))
+            for prompt_len in {0, int(self.options.protect_prompt * keep)}:
+                for num_scored in (0, keep):
+                    job = CompressionJob(
                         request_id="warm-up",
                         source_blocks=blocks,
-                        target_blocks=blocks[:-1],
-                        length=keep + b,
+                        target_blocks=blocks[: num_blocks - 1],
+                        length=length,
                         keep=keep,
                         query_slot=0,
                         num_scored=num_scored,
-                        num_tokens=keep + b,
+                        num_tokens=length,
                         prompt_len=prompt_len,
                         compression_index=int(num_scored > 0),
                     )
-                )
+                    # All parts of a job are alike.
+                    self._run_layers(job, 0, self._layers_at_once(length))
 
     def _check(self, job: CompressionJob) -> None:
         """Refuse a job that would read or write outside its blocks."""

@@ -28,6 +28,7 @@ class CacheView:
         window: w; the last w slots are the window.
         block_size: b; slots ``[n * b, (n + 1) * b)`` lie in one block.
         num_layers: L.
+        first_layer: number of the first of them in the model.
         num_tokens: text tokens written so far.
         prompt_len: tokens of the prompt.
         first: whether this is the request's first compression (slot order is then text order).
@@ -43,6 +44,7 @@ class CacheView:
         window: int,
         seed: int,
         kernels: CompressionKernels | None = None,
+        first_layer: int = 0,
     ) -> None:
         self._cache = cache
         self._job = job
@@ -52,6 +54,7 @@ class CacheView:
         self.window = window
         self.block_size = cache.spec.block_size
         self.num_layers = cache.spec.num_layers
+        self.first_layer = first_layer
         self.num_kv_heads = cache.spec.num_kv_heads
         self.num_tokens = job.num_tokens
         self.prompt_len = job.prompt_len

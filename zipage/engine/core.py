@@ -217,6 +217,7 @@ class EngineCore:
         s.prefix_cache_queries = scheduler.prefix_cache.queries
         s.prefix_cache_hits = scheduler.prefix_cache.hits
         s.forward_seconds = self.runner.forward_seconds
+        s.memory = self.runner.memory_plan
         return EngineStats(**vars(s))
 
     def check_integrity(self) -> None:

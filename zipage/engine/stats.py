@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zipage.outputs import FinishReason, RequestMetrics
+
+if TYPE_CHECKING:
+    from zipage.execution.memory import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class EngineStats:
         completions_abort: answers cancelled.
         completions_error: answers that failed.
         last_step: what happened in the last step.
+        memory: what the device's memory is for, planned at start; None on the CPU.
     """
 
     running: int = 0
@@ -142,6 +147,7 @@ class EngineStats:
     completions_abort: int = 0
     completions_error: int = 0
     last_step: StepStats = field(default_factory=StepStats)
+    memory: MemoryPlan | None = None
 
     @property
     def preemptions(self) -> int:

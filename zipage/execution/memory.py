@@ -1,9 +1,10 @@
-"""How large the KV pool is."""
+"""What the device's memory is for, and how large the KV pool is."""
 
 from __future__ import annotations
 
+import gc
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,77 @@ if TYPE_CHECKING:
 #: Without any other word, the pool takes this share of the host's available memory, at most 4 GiB.
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30
 _CUDA_SHARE = 0.9
+#: Share of a CUDA device that no pool is sized into, however little is free: allocators lose some.
+_CUDA_SPARE = 0.02
+
+
+class DeviceMemory:
+    """Memory of a CUDA device as the driver counts it, whoever uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return torch.cuda.mem_get_info(self.device)[1]
+
+    def free(self) -> int:
+        """Bytes nobody has, once all queued work is done."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def release(self) -> None:
+        """Give back what this process has cached, garbage included."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory that is planned; None for the host's, which is given out as it is written."""
+    return DeviceMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a device's memory is for. All in bytes, measured before serving, but for `pool`.
+
+    Attributes:
+        total: of the device.
+        free: before the weights were loaded; the rest belongs to others, or to this process's
+            CUDA context.
+        weights: the model.
+        steps: the largest steps: activations, logits, workspaces of attention and sampling, the
+            code of kernels.
+        compression: scratch of the largest compression.
+        graphs: captured decode steps with their inputs and outputs.
+        pool: KV blocks with their stored scores and positions, and query slots.
+    """
+
+    total: int
+    free: int
+    weights: int = 0
+    steps: int = 0
+    compression: int = 0
+    graphs: int = 0
+    pool: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes free that nothing is planned for."""
+        return self.free - self.weights - self.steps - self.compression - self.graphs - self.pool
+
+    def __str__(self) -> str:
+        return (
+            f"total {_gib(self.total)}, free before loading {_gib(self.free)}, weights "
+            f"{_gib(self.weights)}, largest steps {_gib(self.steps)}, compression "
+            f"{_gib(self.compression)}, CUDA graphs {_gib(self.graphs)}"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
 
 
 def block_bytes(spec: KVCacheSpec) -> int:
@@ -57,7 +129,10 @@ def pool_spec(
 
 
 def plan_pool(
-    config: EngineConfig, spec: KVCacheSpec, max_model_len: int, reserved: int = 0
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    max_model_len: int,
+    measured: MemoryPlan | None = None,
 ) -> KVCacheSpec:
     """Size the pool of `spec` (whose `num_blocks` is ignored) from the config.
 
@@ -65,17 +140,18 @@ def plan_pool(
         config: says how much memory there is.
         spec: shape of the pool.
         max_model_len: longest text.
-        reserved: bytes of device memory that are needed beside the pool.
+        measured: what is needed beside the pool; None on the CPU.
 
     Raises:
-        ConfigError: the memory is not enough for the query slots and one useful request.
+        ConfigError: the memory is not enough for the query slots and one useful request, or for a
+            pool of the size asked for.
     """
     slots = spec.query_slot_bytes * spec.num_query_slots
     if config.num_kv_blocks is not None:
         blocks = config.num_kv_blocks
         source = f"num_kv_blocks={blocks}"
     else:
-        total, source = _pool_bytes(config, spec.device, reserved)
+        total, source = _pool_bytes(config, measured)
         blocks = (total - slots) // block_bytes(spec)
     budget = config.kv_budget if config.compresses else None
     least = config.max_blocks_of(budget) or 1
@@ -86,9 +162,51 @@ def plan_pool(
             f"({config.block_size} tokens) after {slots:,} bytes for {spec.num_query_slots} query "
             f"slots; at least {least} are needed for one request "
             f"(kv_budget={budget}, max_model_len={max_model_len}): raise the memory, or lower "
-            f"kv_budget, block_size or num_query_slots"
+            f"kv_budget, block_size or num_query_slots{_advice(config, spec, measured)}"
         )
-    return replace(spec, num_blocks=blocks)
+    spec = replace(spec, num_blocks=blocks)
+    if measured is not None and pool_bytes(spec) > measured.left:
+        raise ConfigError(
+            f"{source}: a KV pool of {_gib(pool_bytes(spec))} ({blocks} blocks and "
+            f"{spec.num_query_slots} query slots) is more than the {_gib(max(0, measured.left))} "
+            f"left: lower {source.partition('=')[0]}{_advice(config, spec, measured)}"
+        )
+    return spec
+
+
+def _advice(config: EngineConfig, spec: KVCacheSpec, measured: MemoryPlan | None) -> str:
+    """What else takes memory, and which options say how much."""
+    if measured is None:
+        return ""
+    graphs = "" if config.enforce_eager else ", or set enforce_eager=True"
+    return (
+        f", max_num_batched_tokens={config.max_num_batched_tokens} or "
+        f"max_num_seqs={config.max_num_seqs}{graphs} ({spec.device}: {measured})"
+    )
+
+
+def weights_do_not_fit(
+    memory: DeviceMemory, parameters: int, dtype: torch.dtype, free: int
+) -> ConfigError:
+    """Why a model cannot be loaded.
+
+    Args:
+        memory: of the device.
+        parameters: of the model.
+        dtype: of its weights.
+        free: bytes that were free before.
+    """
+    return ConfigError(
+        f"the weights ({parameters:,} parameters in {str(dtype).removeprefix('torch.')}, "
+        f"{_gib(parameters * dtype.itemsize)}) do not fit on {memory.device}: "
+        f"{_gib(free)} of {_gib(memory.total)} were free: take a smaller model or "
+        f"dtype, a larger device, or stop what else uses this one"
+    )
+
+
+def pool_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of a pool with its query slots."""
+    return spec.num_blocks * block_bytes(spec) + spec.num_query_slots * spec.query_slot_bytes
 
 
 def make_pool(spec: KVCacheSpec) -> KVCache:
@@ -97,7 +215,7 @@ def make_pool(spec: KVCacheSpec) -> KVCache:
     Raises:
         ConfigError: it is larger than the device's memory.
     """
-    size = spec.num_blocks * block_bytes(spec) + spec.num_query_slots * spec.query_slot_bytes
+    size = pool_bytes(spec)
     fault = ConfigError(
         f"a KV pool of {spec.num_blocks} blocks and {spec.num_query_slots} query slots takes "
         f"{size:,} bytes, more than {spec.device} has: lower num_kv_blocks, kv_cache_memory or "
@@ -115,15 +233,16 @@ def make_pool(spec: KVCacheSpec) -> KVCache:
         raise fault from error
 
 
-def _pool_bytes(config: EngineConfig, device: torch.device, reserved: int) -> tuple[int, str]:
+def _pool_bytes(config: EngineConfig, measured: MemoryPlan | None) -> tuple[int, str]:
     if config.kv_cache_memory is not None:
         size = parse_bytes("kv_cache_memory", config.kv_cache_memory)
         return size, f"kv_cache_memory={config.kv_cache_memory}"
     share = config.memory_utilization
-    if device.type == "cuda":
+    if measured is not None:
         share = _CUDA_SHARE if share is None else share
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1 - share) * total) - reserved, f"memory_utilization={share}"
+        # The share is this engine's alone, as far as others leave it free.
+        most = min(int(share * measured.total), measured.free - int(_CUDA_SPARE * measured.total))
+        return measured.left - measured.free + most, f"memory_utilization={share}"
     available = host_memory_available()
     if share is None:
         return min(int(_CPU_SHARE * available), _CPU_MOST), "the default share of host memory"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,19 +23,33 @@ from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
+from zipage.execution.faults import is_out_of_memory, without_frames
 from zipage.execution.logprobs import PromptRows, prompt_logprobs
-from zipage.execution.memory import make_pool, plan_pool, pool_spec, resolve_dtype
+from zipage.execution.memory import (
+    DeviceMemory,
+    MemoryPlan,
+    device_memory,
+    make_pool,
+    plan_pool,
+    pool_bytes,
+    pool_spec,
+    resolve_dtype,
+    weights_do_not_fit,
+)
 from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
 from zipage.execution.swap import HostSwap
 from zipage.execution.transfer import to_device
+from zipage.execution.warm_up import measure
 from zipage.models.config import ModelConfig, shape_model_config
 from zipage.models.decoder import Decoder
-from zipage.models.implementation import load_weights, read_config
+from zipage.models.implementation import count_parameters, load_weights, read_config
 from zipage.models.loader import resolve_model_path
 
 if TYPE_CHECKING:
+    from zipage.cache.kv_cache import KVCacheSpec
     from zipage.execution.cuda_graphs import DecodeBatch, DecodeGraphs, DecodeOutput
     from zipage.models.transformers_config import TransformersConfig
+    from zipage.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +91,7 @@ class ModelRunner:
         model_path: the model's directory or GGUF file; None for a `model_shape`.
         model_config: the parsed checkpoint configuration.
         max_model_len: most tokens of prompt and answer.
+        memory_plan: what the device's memory is for; None on the CPU.
         cache: the KV pool.
         swap: host copies of swapped requests.
         forward_seconds: time spent in forward passes and sampling so far.
@@ -101,21 +117,76 @@ class ModelRunner:
                 f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
             )
         dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
-        self.model = load_weights(
-            self.model_config,
-            self.model_path,
-            dtype=dtype,
-            device=self.device,
-            load_format=config.load_format,
-            seed=config.seed,
-            max_positions=self.max_model_len,
-        )
+        memory = device_memory(self.device)
+        free = 0
+        if memory is not None:
+            memory.release()
+            free = memory.free()
+        self.model = self._load_weights(dtype, memory, free)
         mc = self.model_config
+        self.sampler = Sampler(seed=config.seed, device=self.device)
+        width = -(-self.max_model_len // config.block_size) + 1
+        self._tables = np.zeros((config.max_num_seqs, width), dtype=np.int32)
+        self._ahead = config.schedules_ahead(self.device.type)
+        # The token that was sampled last for the request of each row.
+        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.graphs: DecodeGraphs | None = None
+        self.memory_plan: MemoryPlan | None = None
         spec = pool_spec(config, mc, dtype, self.device)
-        # The logits of a full batch, once for the graphs and once for sampling.
-        logits = config.max_num_seqs * mc.vocab_size * (dtype.itemsize + 4)
-        self.cache = make_pool(plan_pool(config, spec, self.max_model_len, reserved=logits))
-        scale = self.model.scale
+        if memory is not None:
+            self.memory_plan = measure(self, spec, memory, free)
+        spec = plan_pool(config, spec, self.max_model_len, self.memory_plan)
+        if self.memory_plan is not None:
+            self.memory_plan = replace(self.memory_plan, pool=pool_bytes(spec))
+            logger.info("memory of %s: %s", self.device, self.memory_plan)
+        self.make_cache(spec)
+        self.use_cache()
+        self.capture_graphs()
+        logger.info(
+            "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
+            self.model_path or config.model_shape,
+            mc.model_impl,
+            dtype,
+            self.device,
+            self.cache.spec.num_blocks,
+            config.block_size,
+            self.backend.name,
+        )
+
+    def _load_weights(
+        self, dtype: torch.dtype, memory: DeviceMemory | None, free: int
+    ) -> Decoder | TransformersModel:
+        try:
+            return load_weights(
+                self.model_config,
+                self.model_path,
+                dtype=dtype,
+                device=self.device,
+                load_format=self.config.load_format,
+                seed=self.config.seed,
+                max_positions=self.max_model_len,
+            )
+        except Exception as error:
+            if memory is None or not is_out_of_memory(error):
+                raise
+            cause = without_frames(error)
+        parameters = count_parameters(self.model_config, dtype)
+        raise weights_do_not_fit(memory, parameters, dtype, free) from cause
+
+    def make_cache(self, spec: KVCacheSpec) -> None:
+        """Allocate the KV pool."""
+        self.cache = make_pool(spec)
+        self._row_owner: list[Request | None] = [None] * self.config.max_num_seqs
+        self._row_version = [-1] * self.config.max_num_seqs
+        self._row_blocks = [0] * self.config.max_num_seqs
+        # Changes of block tables that the copy on the device lacks.
+        self._stale_cells: dict[int, int] = {}
+
+    def use_cache(self) -> None:
+        """Make what works on the KV pool."""
+        config, scale = self.config, self.model.scale
+        self.swap = HostSwap(self.cache)
+        self.forward_seconds = 0.0
         self.backend = make_backend(
             config.attention_backend, self.cache, scale, config.max_num_seqs
         )
@@ -138,45 +209,26 @@ class ModelRunner:
             # Beside decoding, more than one thread would only take the cores decoding needs.
             threads = 1 if config.compresses_beside(self.device.type) else None
             self.compressor = Compressor(self.cache, policy, options, scale, kernels, threads)
-            if self.device.type == "cuda":
-                most = config.max_blocks_of(config.kv_budget) or 0
-                self.compressor.warm_up(min(most, self.cache.spec.num_blocks))
-        self.sampler = Sampler(seed=config.seed, device=self.device)
-        self.swap = HostSwap(self.cache)
-        self.forward_seconds = 0.0
-        width = -(-self.max_model_len // config.block_size) + 1
-        self._tables = np.zeros((config.max_num_seqs, width), dtype=np.int32)
-        self._row_owner: list[Request | None] = [None] * config.max_num_seqs
-        self._row_version = [-1] * config.max_num_seqs
-        self._row_blocks = [0] * config.max_num_seqs
-        self._ahead = config.schedules_ahead(self.device.type)
-        # The token that was sampled last for the request of each row.
-        self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        self.graphs = self._capture_graphs(width)
-        # Changes of block tables that the copy on the device lacks.
-        self._stale_cells: dict[int, int] = {}
-        logger.info(
-            "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
-            self.model_path or config.model_shape,
-            mc.model_impl,
-            dtype,
-            self.device,
-            self.cache.spec.num_blocks,
-            config.block_size,
-            self.backend.name,
-        )
 
-    def _capture_graphs(self, table_width: int) -> DecodeGraphs | None:
+    def drop_cache(self) -> None:
+        """Give up the KV pool and all that refers to it."""
+        self.graphs = None
+        for name in ("cache", "backend", "compressor", "swap"):
+            self.__dict__.pop(name, None)
+
+    def capture_graphs(self) -> None:
+        """Capture decode steps over the KV pool, where graphs can hold them."""
         if self.device.type != "cuda" or self.config.enforce_eager:
-            return None
+            return
         if isinstance(self.model_config, ModelConfig) and self.model_config.moe is not None:
-            return None  # which rows an expert computes is known on the host alone
+            return  # which rows an expert computes is known on the host alone
         from zipage.attention.triton_backend import TritonBackend
         from zipage.execution.cuda_graphs import DecodeGraphs
 
         if not isinstance(self.backend, TritonBackend) or not isinstance(self.model, Decoder):
-            return None  # transformers' code may wait for the device, which no graph can hold
-        graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, table_width)
+            return  # transformers' code may wait for the device, which no graph can hold
+        width = self._tables.shape[1]
+        graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, width)
         graphs.capture()
         logger.info(
             "captured %d CUDA graphs in %.1f s, %d MiB",
@@ -184,7 +236,7 @@ class ModelRunner:
             graphs.capture_seconds,
             graphs.capture_bytes >> 20,
         )
-        return graphs
+        self.graphs = graphs
 
     # ------------------------------------------------------------------ steps
 

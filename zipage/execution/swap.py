@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zipage.cache.kv_cache import KVCache
+
+#: Device memory a move takes beside the pool, unless a single layer needs more.
+_STAGING_BYTES = 64 << 20
 
 
 @dataclass
@@ -30,11 +34,10 @@ class HostSwap:
     def swap_out(self, request_id: str, block_ids: tuple[int, ...], query_slot: int | None) -> None:
         """Copy blocks, their scores and positions, and a query slot's content to the host."""
         c = self._cache
-        index = torch.tensor(block_ids, device=c.kv.device)
         self._store[request_id] = _SwappedCache(
-            kv=c.kv.index_select(1, index).cpu(),
-            scores=c.scores.index_select(1, index).cpu(),
-            positions=c.positions.index_select(1, index).cpu(),
+            kv=_gather(c.kv, block_ids),
+            scores=_gather(c.scores, block_ids),
+            positions=_gather(c.positions, block_ids),
             queries=None if query_slot is None else c.queries[:, query_slot].cpu().clone(),
         )
 
@@ -42,11 +45,9 @@ class HostSwap:
         """Copy a request back, into these blocks and this query slot."""
         c = self._cache
         saved = self._store[request_id]
-        device = c.kv.device
-        index = torch.tensor(block_ids, device=device)
-        c.kv.index_copy_(1, index, saved.kv.to(device))
-        c.scores.index_copy_(1, index, saved.scores.to(device))
-        c.positions.index_copy_(1, index, saved.positions.to(device))
+        _scatter(c.kv, block_ids, saved.kv)
+        _scatter(c.scores, block_ids, saved.scores)
+        _scatter(c.positions, block_ids, saved.positions)
         if saved.queries is not None and query_slot is not None:
             c.queries[:, query_slot].copy_(saved.queries)
         del self._store[request_id]
@@ -54,3 +55,25 @@ class HostSwap:
     def drop(self, request_id: str) -> None:
         """Forget a swapped request that ended."""
         self._store.pop(request_id, None)
+
+
+def _gather(pool: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
+    """Blocks of ``[L, N, ...]`` on the host, ``[L, n, ...]``."""
+    index = torch.tensor(block_ids, device=pool.device)
+    saved = pool.new_empty((len(pool), len(index), *pool.shape[2:]), device="cpu")
+    step = _layers_at_once(saved)
+    for some, to in zip(torch.split(pool, step), torch.split(saved, step), strict=True):
+        to.copy_(some.index_select(1, index))
+    return saved
+
+
+def _scatter(pool: torch.Tensor, block_ids: Sequence[int], saved: torch.Tensor) -> None:
+    """The opposite of `_gather`."""
+    index = torch.tensor(block_ids, device=pool.device)
+    step = _layers_at_once(saved)
+    for some, of in zip(torch.split(pool, step), torch.split(saved, step), strict=True):
+        some.index_copy_(1, index, of.to(pool.device))
+
+
+def _layers_at_once(saved: torch.Tensor) -> int:
+    return max(1, _STAGING_BYTES * len(saved) // max(1, saved.nbytes))

@@ -57,6 +57,14 @@ def read_config(
     return load_transformers_config(path, max_model_len)
 
 
+def count_parameters(config: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
+    """Parameters of a model that need not be loaded; tied weights count once."""
+    if not isinstance(config, ModelConfig):
+        return config.num_parameters
+    # On the meta device weights have shapes and no storage.
+    return Decoder(config, dtype, torch.device("meta"), max_positions=1).num_parameters
+
+
 def load_weights(
     config: ModelConfig | TransformersConfig,
     path: Path | None,

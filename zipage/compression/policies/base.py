@@ -73,7 +73,8 @@ class Policy(ABC):
 
     A policy knows nothing of blocks, kernels, selection or moving. Its fields are its options,
     each typed with a Literal or one of the option types above. It must depend on the view alone:
-    the same request gives the same scores whatever runs beside it.
+    the same request gives the same scores whatever runs beside it. A layer's scores must not
+    depend on other layers, for a view may hold some of them only.
 
     Attributes:
         name: what users call it.

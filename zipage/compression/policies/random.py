@@ -33,6 +33,7 @@ class RandomPolicy(Policy):
     def scores(self, view: CacheView) -> PolicyScores:
         """Score every cached token uniformly in [0, 1)."""
         lists = torch.arange(view.num_layers * view.num_kv_heads, device=view.device)
+        lists += view.first_layer * view.num_kv_heads
         stream = _mix(_mix((lists + view.num_tokens * 0x9E3779B1) & _MASK) ^ (view.seed & _MASK))
         stream = stream.view(view.num_layers, view.num_kv_heads, 1)
         drawn = _mix((stream + view.positions.long() * 0x9E3779B1) & _MASK)

@@ -1,0 +1,278 @@
+"""The memory plan and the warm-up behind it, on the CPU with a stand-in for a device's counters."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.small_model import make_small_llm
+from tests.engine.workload import assert_empty, tokens_of
+from zipage import LLM, ConfigError, SamplingParams
+from zipage.config import EngineConfig
+from zipage.engine.scheduler import StepPlan
+from zipage.execution import memory as memory_module
+from zipage.execution import model_runner
+from zipage.execution.memory import MemoryPlan, block_bytes, pool_bytes
+from zipage.execution.model_runner import ModelRunner
+from zipage.execution.warm_up import trial_steps
+
+MIB = 1 << 20
+WEIGHTS, STEPS, COMPRESSION, GRAPHS = 7 * MIB, 30 * MIB, 11 * MIB, 3 * MIB
+
+
+class Counters:
+    """A device of which this engine takes what the constants above say, and others `others`."""
+
+    total = 1000 * MIB
+    device = torch.device("cpu")
+
+    def __init__(self, others: int = 0) -> None:
+        start = self.total - others
+        # Asked before loading, after it, with the tiny pool, and after each trial.
+        after = start - WEIGHTS
+        tiny = after - 2 * MIB
+        self._free = [start, after, tiny, tiny - STEPS, tiny - STEPS - COMPRESSION]
+        self._free.append(self._free[-1] - GRAPHS)
+        self.released = 0
+
+    def free(self) -> int:
+        return self._free.pop(0)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[Counters]:
+    """The device of the engines made in the test; replace its entry for another one."""
+    counters = [Counters()]
+    monkeypatch.setattr(model_runner, "device_memory", lambda device: counters[0])
+    return counters
+
+
+def test_the_pool_gets_what_is_left_of_the_share(
+    small_model: Path, device: list[Counters], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.INFO, "zipage"),
+        make_small_llm(small_model, num_kv_blocks=None, memory_utilization=0.4) as llm,
+    ):
+        plan, spec = llm.stats().memory, llm.engine.core.runner.cache.spec
+    assert plan is not None
+    assert plan == MemoryPlan(
+        1000 * MIB, 1000 * MIB, WEIGHTS, STEPS, COMPRESSION, GRAPHS, pool_bytes(spec)
+    )
+    room = 400 * MIB - WEIGHTS - STEPS - COMPRESSION - GRAPHS
+    assert room - block_bytes(spec) < plan.pool <= room
+    assert plan.left == 600 * MIB + room - plan.pool
+    text = caplog.text
+    assert "weights 0.01 GiB, largest steps 0.03 GiB, compression 0.01 GiB" in text
+    assert re.search(r"warmed up \d+ kernels in \d+\.\d s", text)
+
+
+@pytest.mark.parametrize(("others", "share", "room"), [(300, 0.5, 500), (300, 0.9, 680)])
+def test_others_limit_the_pool_but_do_not_count_to_the_share(
+    small_model: Path, device: list[Counters], others: int, share: float, room: int
+) -> None:
+    device[0] = Counters(others * MIB)
+    with make_small_llm(small_model, num_kv_blocks=None, memory_utilization=share) as llm:
+        plan = llm.stats().memory
+        assert plan is not None
+        used = plan.weights + plan.steps + plan.compression + plan.graphs + plan.pool
+        size = block_bytes(llm.engine.core.runner.cache.spec)
+    assert room * MIB - size < used <= room * MIB
+
+
+def test_on_the_host_nothing_is_planned(small_model: Path) -> None:
+    with make_small_llm(small_model) as llm:
+        assert llm.stats().memory is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("kv_cache_memory", "990MiB"), ("num_kv_blocks", 1 << 18)]
+)
+def test_a_pool_that_does_not_fit_beside_the_rest_is_refused(
+    small_model: Path, device: list[Counters], option: str, value: Any
+) -> None:
+    options = {"num_kv_blocks": None, option: value}
+    with pytest.raises(ConfigError) as caught:
+        make_small_llm(small_model, **options)
+    message = str(caught.value)
+    for part in (
+        f"{option}={value}",
+        "lower " + option,
+        "0.93 GiB left",
+        "total 0.98 GiB",
+        "free before loading 0.98 GiB",
+        "weights 0.01 GiB",
+        "largest steps 0.03 GiB",
+        "compression 0.01 GiB",
+        "CUDA graphs 0.00 GiB",
+        "max_num_batched_tokens=64",
+        "max_num_seqs=8",
+        "enforce_eager=True",
+    ):
+        assert part in message, message
+
+
+def test_a_pool_as_large_as_all_that_is_left_is_taken(
+    small_model: Path, device: list[Counters]
+) -> None:
+    with make_small_llm(small_model, num_kv_blocks=100) as llm:
+        spec = llm.engine.core.runner.cache.spec
+    left = device[0].total - WEIGHTS - STEPS - COMPRESSION - GRAPHS
+    slots = spec.num_query_slots * spec.query_slot_bytes
+    most = (left - slots) // block_bytes(spec)
+    device[0] = Counters()
+    with make_small_llm(small_model, num_kv_blocks=most) as llm:
+        plan = llm.stats().memory
+        assert plan is not None and 0 <= plan.left < block_bytes(spec)
+    device[0] = Counters()
+    with pytest.raises(ConfigError, match="lower num_kv_blocks"):
+        make_small_llm(small_model, num_kv_blocks=most + 1)
+
+
+def test_no_room_for_one_request_names_what_took_it(
+    small_model: Path, device: list[Counters]
+) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization=0.05 gives 0 KV blocks.*largest st"):
+        make_small_llm(small_model, num_kv_blocks=None, memory_utilization=0.05)
+
+
+def test_weights_out_of_memory_name_the_numbers(
+    small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.")
+
+    monkeypatch.setattr(model_runner, "load_weights", load)
+    with pytest.raises(ConfigError) as caught:
+        make_small_llm(small_model)
+    message = str(caught.value)
+    assert re.search(r"the weights \([\d,]+ parameters in float32, 0\.00 GiB\) do not fit", message)
+    assert "0.98 GiB of 0.98 GiB were free" in message
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("stage", ["steps", "compression", "graphs"])
+def test_out_of_memory_before_there_is_a_pool(
+    small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    function = {"steps": "execute", "compression": "_compressor", "graphs": "capture_graphs"}[stage]
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    if stage == "compression":
+        monkeypatch.setattr(model_runner.Compressor, "warm_up", fail)
+    else:
+        monkeypatch.setattr(ModelRunner, function, fail)
+    with pytest.raises(ConfigError, match=f"measuring {stage}: lower max_num_batched_tokens=64"):
+        make_small_llm(small_model)
+    assert device[0].released == 3
+
+
+def test_other_failures_of_a_trial_are_bugs(
+    small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(ModelRunner, "execute", fail)
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        make_small_llm(small_model)
+
+
+# ---------------------------------------------------------------------- what is tried
+
+
+def sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """Tokens, sampled rows, longest cache."""
+    longest = max(item.request.num_computed + item.num_tokens for item in plan.scheduled)
+    return plan.num_tokens, sum(item.samples for item in plan.scheduled), longest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 5},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 40, "max_num_batched_tokens": 7},
+        {"max_model_len": 48, "max_num_batched_tokens": 10_000},
+        {"compression": "full", "kv_budget": None, "window": None},
+        {"kv_budget": None},
+        {"async_scheduling": True},
+        {"bounded_prefill": True, "async_compression": True},
+        {"attention_backend": "torch", "compression": "random"},
+        {"max_model_len": 2, "max_num_batched_tokens": 1},
+    ],
+)
+def test_trials_are_as_large_as_serving_gets(
+    small_model: Path,
+    device: list[Counters],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    tried = []
+    inner = ModelRunner.execute
+
+    def execute(runner: ModelRunner, plan: StepPlan) -> Any:
+        tried.append(sizes(plan))
+        output = inner(runner, plan)
+        assert not output.errors
+        return output
+
+    monkeypatch.setattr(ModelRunner, "execute", execute)
+    with make_small_llm(small_model, **options) as llm:
+        config, longest = llm.engine.config, llm.engine.max_model_len
+        runner = llm.engine.core.runner
+        assert runner.forward_seconds == 0 and not runner.cache.kv.any()
+    rows = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+    assert max(tokens for tokens, _, _ in tried) == rows
+    assert max(sampled for _, sampled, _ in tried) == min(config.max_num_seqs, rows)
+    assert (rows, min(config.max_num_seqs, rows)) in [step[:2] for step in tried]
+    assert any(step[0] == min(rows, longest) and step[2] == longest for step in tried)
+
+
+PROMPTS = [[7 + i] * (5 + 9 * i) for i in range(6)]
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    params = [
+        SamplingParams(temperature=1.2 * (i % 2), max_tokens=60, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    outputs = llm.generate(PROMPTS, params)
+    assert_empty(llm)
+    assert sum(output.metrics.compressions for output in outputs) > 0
+    return [tokens_of(output) for output in outputs]
+
+
+def test_warm_up_leaves_no_trace(small_model: Path, device: list[Counters]) -> None:
+    """The same texts, those with unseeded draws too, as from an engine without it."""
+    with make_small_llm(small_model) as llm:
+        assert llm.stats().memory is not None
+        warmed = generate(llm)
+    device.clear()
+    device.append(None)  # type: ignore[arg-type]
+    with make_small_llm(small_model) as llm:
+        assert llm.stats().memory is None
+        assert generate(llm) == warmed
+
+
+def test_mixed_steps_take_both_alignments() -> None:
+    """Sequences of which some prefill and some decode, with and without stored queries."""
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    mixed = [step for step in trial_steps(config, 100) if 1 < len(step.parts) < 8]
+    found = {((len(step.parts) + 1) % 4 == 0, step.capture) for step in mixed}
+    assert found == {(a, b) for a in (False, True) for b in (False, True)}
+
+
+def test_the_host_has_no_device_memory() -> None:
+    assert memory_module.device_memory(torch.device("cpu")) is None
