@@ -72,8 +72,9 @@ class EngineConfig:
         kv_cache_memory: bytes of the KV pool with its score store and query slots (``"2GiB"``);
             None to use `memory_utilization`.
         num_kv_blocks: blocks of the KV pool, instead of `kv_cache_memory`.
-        memory_utilization: share of the device's memory for weights and KV pool (CUDA), or of the
-            available host memory for the pool (CPU).
+        memory_utilization: share of the device's memory for everything the engine needs there:
+            weights, activations, workspaces, CUDA graphs and KV pool (CUDA, 0.9 by default); or of
+            the available host memory for the pool (CPU).
         kv_budget: tokens kept per request, layer and KV head at a compression, a multiple of
             `block_size`; a request owns at most kv_budget / block_size + 1 blocks. None for full
             KV unless a request has its own budget.

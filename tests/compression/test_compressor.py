@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 
@@ -22,10 +23,12 @@ from tests.compression.cached_request import (
     tokens_by_position,
 )
 from zipage.cache.kv_cache import KVCache
+from zipage.compression import compressor as compressor_module
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
-from zipage.compression.kernels import KernelChoice
+from zipage.compression.kernels import KernelChoice, make_kernels
 from zipage.compression.policies import make_policy, policy_names
+from zipage.compression.policies.base import Policy, PolicyScores
 from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
 
@@ -288,6 +291,101 @@ def test_requests_do_not_see_each_other(kernels: KernelChoice) -> None:
         thread.join()
     for name in ("kv", "scores", "positions"):
         assert torch.equal(getattr(cache, name), getattr(together, name))
+
+
+KERNELS_AND_POLICIES = [
+    (kernels, policy) for kernels in ("torch", "native") for policy in policy_names()
+]
+needs = {
+    "native": needs_native,
+    "triton": pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "policy"),
+    [
+        pytest.param(kernels, policy, marks=needs.get(kernels, ()))
+        for kernels, policy in [*KERNELS_AND_POLICIES, ("triton", "zipage")]
+    ],
+)
+def test_layers_apart_give_what_they_give_together(
+    kernels: KernelChoice, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three layers, two at once and then one: the first compression, and one after it."""
+    cache = make_cache(layers=3)
+    compaction = "stable" if policy in ("rkv", "h2o") else "holes"
+    compressor = make_compressor(
+        cache, policy, kernels=kernels, compaction=compaction, protect_prompt=0.5, num_sinks=2
+    )
+    parts: list[tuple[int, int]] = []
+    run_layers = compressor._run_layers
+
+    def noted(job: CompressionJob, first: int, last: int) -> bool:
+        parts.append((first, last))
+        return run_layers(job, first, last)
+
+    monkeypatch.setattr(compressor, "_run_layers", noted)
+    job = make_job(cache, length=45, num_targets=5)
+    jobs = [job] if kernels == "triton" else [job, append_tokens(cache, job, 23, seed=1)]
+    apart = clone(cache)
+    results = []
+    for pool, at_once in ((cache, 3), (apart, 2)):
+        compressor.cache = pool
+        if compressor._kernels is not None:
+            compressor._kernels = make_kernels(pool, kernels, None)
+        monkeypatch.setattr(compressor, "_layers_at_once", lambda length, n=at_once: n)
+        for each in jobs:
+            compressor.run(each)
+        results.append([pool.kv, pool.scores, pool.positions])
+    assert parts == [(0, 3)] * len(jobs) + [(0, 2), (2, 3)] * len(jobs)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scratch_is_bounded(kernels: KernelChoice) -> None:
+    """However long a cache is, so many layers are scored at once that `SCRATCH_BYTES` hold it."""
+    compressor = make_compressor(make_cache(layers=36, kv_heads=8, blocks=4), kernels=kernels)
+    at_once = [compressor._layers_at_once(length) for length in (100, 2112, 10**5, 10**7)]
+    assert at_once[0] == 36 and at_once == sorted(at_once, reverse=True) and at_once[-1] == 1
+    assert 1 < at_once[2] < 36 or kernels == "torch"
+    for length, layers in zip((100, 2112, 10**5), at_once, strict=False):
+        assert layers == 1 or layers * length * 8 * 40 <= compressor_module.SCRATCH_BYTES
+
+
+class _Short:
+    """A policy for which memory is short when it sees more than some layers at once."""
+
+    def __init__(self, inner: Policy, most: int) -> None:
+        self.inner, self.most = inner, most
+        self.seen: list[int] = []
+
+    def scores(self, view: CacheView) -> PolicyScores:
+        self.seen.append(view.num_layers)
+        result = self.inner.scores(view)
+        if view.num_layers > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return result
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_out_of_memory_takes_fewer_layers_at_once(kernels: KernelChoice) -> None:
+    cache = make_cache(layers=5)
+    expected = clone(cache)
+    job = make_job(cache, length=45, num_targets=5)
+    make_compressor(expected, kernels=kernels).run(job)
+    compressor = make_compressor(cache, kernels=kernels)
+    short = _Short(compressor.policy, 1)
+    compressor.policy = short  # type: ignore[assignment]
+    compressor.run(job)
+    assert short.seen == [5, 2, 1, 1, 3, 1, 2, 1, 1]
+    for name in ("kv", "scores", "positions"):
+        assert torch.equal(getattr(cache, name), getattr(expected, name))
+    short.most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        compressor.run(job)
 
 
 @pytest.mark.parametrize(

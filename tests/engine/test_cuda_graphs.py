@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,41 @@ def test_replays_give_the_texts_of_plain_steps(small_model: Path, ahead: bool) -
     assert graphs.replays > 15
     assert sum(output.metrics.compressions for output in replayed) > 0
     for one, other in zip(plain, replayed, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("function", "ahead"), [("run", False), ("update_tables", True)])
+def test_out_of_memory_at_a_replay_takes_smaller_ones(
+    small_model: Path, ahead: bool, function: str
+) -> None:
+    """Before a replay or after it; nobody fails, and no token is another one."""
+    options: dict[str, Any] = {"max_num_seqs": 3, "kv_budget": 16, "window": 8}
+    params = [replace(each, max_tokens=each.max_tokens // 2) for each in PARAMS]
+    with make_small_llm(small_model, attention_backend="torch", **options) as llm:
+        plain = llm.generate(PROMPTS, params)
+    llm, graphs = with_graphs(small_model, async_scheduling=ahead, **options)
+    inner, calls, failures = getattr(graphs, function), 0, 0
+
+    def short(given: Any) -> Any:
+        nonlocal calls, failures
+        calls += 1
+        running = len(llm.engine.core.scheduler.running)
+        fails = len(given.input_ids) > 2 if function == "run" else running > 1 and calls % 3 == 0
+        if fails and calls % 2:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        output = inner(given)
+        if fails:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return output
+
+    setattr(graphs, function, short)
+    with llm:
+        replayed = llm.generate(PROMPTS, params)
+    assert failures > 2
+    for one, other in zip(plain, replayed, strict=True):
+        assert other.error is None
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 

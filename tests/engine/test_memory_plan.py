@@ -13,6 +13,7 @@ import torch
 from tests.engine.small_model import make_small_llm
 from tests.engine.workload import assert_empty, tokens_of
 from zipage import LLM, ConfigError, SamplingParams
+from zipage.compression.compressor import Compressor
 from zipage.config import EngineConfig
 from zipage.engine.scheduler import StepPlan
 from zipage.execution import memory as memory_module
@@ -163,18 +164,32 @@ def test_weights_out_of_memory_name_the_numbers(
 def test_out_of_memory_before_there_is_a_pool(
     small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    function = {"steps": "execute", "compression": "_compressor", "graphs": "capture_graphs"}[stage]
-
     def fail(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    if stage == "compression":
-        monkeypatch.setattr(model_runner.Compressor, "warm_up", fail)
-    else:
-        monkeypatch.setattr(ModelRunner, function, fail)
+    owner, function = {
+        "steps": (ModelRunner, "execute"),
+        "compression": (Compressor, "warm_up"),
+        "graphs": (ModelRunner, "capture_graphs"),
+    }[stage]
+    monkeypatch.setattr(owner, function, fail)
     with pytest.raises(ConfigError, match=f"measuring {stage}: lower max_num_batched_tokens=64"):
         make_small_llm(small_model)
     assert device[0].released == 3
+
+
+def test_out_of_memory_behind_the_plan_names_it(
+    small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes memory between the trials and the pool."""
+
+    def capture(runner: ModelRunner) -> None:
+        if runner.memory_plan is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ModelRunner, "capture_graphs", capture)
+    with pytest.raises(ConfigError, match=r"cpu .*taken meanwhile.*weights 0.01 GiB"):
+        make_small_llm(small_model)
 
 
 def test_other_failures_of_a_trial_are_bugs(

@@ -12,9 +12,11 @@ import torch
 from tests.engine.small_model import make_small_llm
 from tests.engine.workload import assert_empty, tokens_of
 from zipage import LLM, EngineDeadError, RequestOutput, SamplingParams
+from zipage.compression.policies.zipage import ZipagePolicy
 from zipage.engine.request import Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan
 from zipage.engine.split import halve_requests, halve_tokens, largest
+from zipage.execution import swap
 from zipage.execution.faults import is_beyond_repair, is_out_of_memory, without_frames
 
 PROMPTS = [[7 + i] * (3 + i) for i in range(6)]
@@ -264,6 +266,46 @@ def test_out_of_memory_in_the_compression_workspace(small_model: Path, asynchron
     assert outputs[2].error == "compression failed: OutOfMemoryError: no workspace"
     outputs.pop(2), expected.pop(2)
     assert [tokens_of(o) for o in outputs] == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_compression_that_fits_by_single_layers_loses_nobody(
+    small_model: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = solo(small_model, PROMPTS)
+    short = 0
+    scores = ZipagePolicy.scores
+
+    def scarce(policy: ZipagePolicy, view: Any) -> Any:
+        nonlocal short
+        if view.num_layers > 1:
+            short += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return scores(policy, view)
+
+    monkeypatch.setattr(ZipagePolicy, "scores", scarce)
+    with make_small_llm(small_model, async_compression=asynchronous) as llm:
+        assert [tokens_of(o) for o in run(llm, PROMPTS)] == expected
+        assert llm.stats().compressions == short > 0
+
+
+def test_swaps_by_single_layers_lose_nothing(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_STAGING_BYTES", 1)
+    with make_small_llm(small_model) as llm:
+        cache, host = llm.engine.core.runner.cache, llm.engine.core.runner.swap
+        tensors = (cache.kv, cache.scores, cache.positions, cache.queries)
+        for tensor in tensors:
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+        before = [tensor.clone() for tensor in tensors]
+        host.swap_out("r", (7, 3, 9), 1)
+        for tensor, blocks in zip(tensors, ([7, 3, 9],) * 3 + ([1],), strict=True):
+            tensor[:, blocks] = 0
+        host.swap_in("r", (3, 9, 7), 2)
+    for tensor, old in zip(tensors[:3], before, strict=False):
+        assert torch.equal(tensor[:, [3, 9, 7]], old[:, [7, 3, 9]])
+    assert torch.equal(cache.queries[:, 2], before[3][:, 1])
 
 
 # ---------------------------------------------------------------------- the parts

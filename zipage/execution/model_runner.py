@@ -139,9 +139,7 @@ class ModelRunner:
         if self.memory_plan is not None:
             self.memory_plan = replace(self.memory_plan, pool=pool_bytes(spec))
             logger.info("memory of %s: %s", self.device, self.memory_plan)
-        self.make_cache(spec)
-        self.use_cache()
-        self.capture_graphs()
+        self._prepare(spec)
         logger.info(
             "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
             self.model_path or config.model_shape,
@@ -152,6 +150,24 @@ class ModelRunner:
             config.block_size,
             self.backend.name,
         )
+
+    def _prepare(self, spec: KVCacheSpec) -> None:
+        """Make the KV pool and what works on it."""
+        try:
+            self.make_cache(spec)
+            self.use_cache()
+            self.capture_graphs()
+        except Exception as error:
+            if self.memory_plan is None or not is_out_of_memory(error):
+                raise
+            cause = without_frames(error)
+        else:
+            return
+        raise ConfigError(
+            f"{self.device} is out of memory, though the engine was planned to fit: some was taken "
+            f"meanwhile, or memory_utilization is too high ({self.memory_plan}, KV pool "
+            f"{self.memory_plan.pool:,} bytes)"
+        ) from cause
 
     def _load_weights(
         self, dtype: torch.dtype, memory: DeviceMemory | None, free: int
