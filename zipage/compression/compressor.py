@@ -177,7 +177,8 @@ class Compressor:
             size = -(-length // b)
             blocks = tuple(i % min(num_blocks, self.cache.spec.num_blocks) for i in range(size))
             for prompt_len in {0, int(self.options.protect_prompt * keep)}:
-                for num_scored in (0, keep):
+                # A longer cache is that of a prompt, which has no scores yet.
+                for num_scored in (0, keep) if length == keep + b else (0,):
                     job = CompressionJob(
                         request_id="warm-up",
                         source_blocks=blocks,

@@ -140,6 +140,13 @@ class ModelRunner:
             self.memory_plan = replace(self.memory_plan, pool=pool_bytes(spec))
             logger.info("memory of %s: %s", self.device, self.memory_plan)
         self._prepare(spec)
+        if self.graphs is not None:
+            logger.info(
+                "captured %d CUDA graphs in %.1f s, %d MiB",
+                len(self.graphs.sizes),
+                self.graphs.capture_seconds,
+                self.graphs.capture_bytes >> 20,
+            )
         logger.info(
             "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
             self.model_path or config.model_shape,
@@ -246,12 +253,6 @@ class ModelRunner:
         width = self._tables.shape[1]
         graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, width)
         graphs.capture()
-        logger.info(
-            "captured %d CUDA graphs in %.1f s, %d MiB",
-            len(graphs.sizes),
-            graphs.capture_seconds,
-            graphs.capture_bytes >> 20,
-        )
         self.graphs = graphs
 
     # ------------------------------------------------------------------ steps

@@ -102,19 +102,18 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
     """
     started, compiled = time.perf_counter(), num_compiled_kernels()
     memory.release()
-    plan = MemoryPlan(memory.total, free, weights=free - memory.free())
+    plan = MemoryPlan(memory.total, free, weights=max(0, free - memory.free()))
     tiny = replace(spec, num_blocks=_BLOCKS, num_query_slots=min(1, spec.num_query_slots))
     work = {"steps": _run_steps, "compression": _compress, "graphs": _capture}
     stage = "pool"
     try:
         runner.make_cache(tiny)
-        before = memory.free()
-        runner.use_cache()
         for stage, run in work.items():
+            memory.release()
+            before = memory.free()
             run(runner)
-            # What was freed stays with torch: this is the most that was needed at once.
-            after = memory.free()
-            plan, before = replace(plan, **{stage: before - after}), after
+            # Torch has kept what was freed: this is the most that was needed at once.
+            plan = replace(plan, **{stage: max(0, before - memory.free())})
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -137,12 +136,13 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
 
 
 def _run_steps(runner: ModelRunner) -> None:
-    config = runner.config
-    ahead = config.schedules_ahead(runner.device.type)
-    for step in trial_steps(config, runner.max_model_len):
+    runner.use_cache()
+    steps = trial_steps(runner.config, runner.max_model_len)
+    for step in steps:
         runner.execute(_plan(runner, step, [_COSTLY]))
-        for params in [[_DRAWN], [_DRAWN, _GREEDY]] if ahead else []:
-            runner.launch(_plan(runner, step, params)).wait()
+    if runner.config.schedules_ahead(runner.device.type):
+        for params in ([_DRAWN], [_DRAWN, _GREEDY]):
+            runner.launch(_plan(runner, steps[0], params)).wait()
 
 
 def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) -> StepPlan:
