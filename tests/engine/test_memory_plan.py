@@ -270,14 +270,15 @@ def generate(llm: LLM) -> list[list[int]]:
     return [tokens_of(output) for output in outputs]
 
 
-def test_warm_up_leaves_no_trace(small_model: Path, device: list[Counters]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_warm_up_leaves_no_trace(small_model: Path, device: list[Counters], ahead: bool) -> None:
     """The same texts, those with unseeded draws too, as from an engine without it."""
-    with make_small_llm(small_model) as llm:
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
         assert llm.stats().memory is not None
         warmed = generate(llm)
     device.clear()
     device.append(None)  # type: ignore[arg-type]
-    with make_small_llm(small_model) as llm:
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
         assert llm.stats().memory is None
         assert generate(llm) == warmed
 

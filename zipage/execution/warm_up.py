@@ -42,6 +42,7 @@ _COSTLY = SamplingParams(
     seed=0,
     detokenize=False,
 )
+_FILTERED = SamplingParams(temperature=1e4, top_p=1 - 1e-9, seed=0, detokenize=False)
 _DRAWN = SamplingParams(temperature=1.0, seed=0, detokenize=False)
 _GREEDY = SamplingParams(temperature=0.0, detokenize=False)
 
@@ -141,8 +142,10 @@ def _run_steps(runner: ModelRunner) -> None:
     for step in steps:
         runner.execute(_plan(runner, step, [_COSTLY]))
     if runner.config.schedules_ahead(runner.device.type):
-        for params in ([_DRAWN], [_DRAWN, _GREEDY]):
-            runner.launch(_plan(runner, steps[0], params)).wait()
+        for params in ([_COSTLY], [_FILTERED], [_DRAWN], [_DRAWN, _GREEDY]):
+            plan = _plan(runner, steps[0], params)
+            if runner.can_launch(plan.scheduled):
+                runner.launch(plan).wait()
 
 
 def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) -> StepPlan:
