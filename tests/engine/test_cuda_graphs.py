@@ -122,7 +122,7 @@ def test_out_of_memory_at_a_replay_takes_smaller_ones(
 ) -> None:
     """Before a replay or after it; nobody fails, and no token is another one."""
     options: dict[str, Any] = {"max_num_seqs": 3, "kv_budget": 16, "window": 8}
-    params = [replace(each, max_tokens=each.max_tokens // 2) for each in PARAMS]
+    params = [replace(each, max_tokens=9) for each in PARAMS]
     with make_small_llm(small_model, attention_backend="torch", **options) as llm:
         plain = llm.generate(PROMPTS, params)
     llm, graphs = with_graphs(small_model, async_scheduling=ahead, **options)
@@ -145,7 +145,7 @@ def test_out_of_memory_at_a_replay_takes_smaller_ones(
     setattr(graphs, function, short)
     with llm:
         replayed = llm.generate(PROMPTS, params)
-    assert failures > 2
+    assert failures > 1
     for one, other in zip(plain, replayed, strict=True):
         assert other.error is None
         assert one.outputs[0].token_ids == other.outputs[0].token_ids

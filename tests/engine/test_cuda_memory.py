@@ -110,7 +110,7 @@ def test_plan_covers_serving_and_all_kernels_are_compiled() -> None:
             params = [kinds[(i + wave) % len(kinds)] for i in range(count)]
             outputs = llm.generate(prompts, params)
             assert lengths(outputs) == [each.max_tokens for each in params]
-        assert llm.stats().compressions > 20
+        assert llm.stats().compressions > 10
         assert_empty(llm)
         taken = start - free()
         print(f"taken while serving: {taken / MIB:.0f} MiB")

@@ -74,6 +74,7 @@ def test_the_pool_gets_what_is_left_of_the_share(
     assert plan.left == 600 * MIB + room - plan.pool
     text = caplog.text
     assert "weights 0.01 GiB, largest steps 0.03 GiB, compression 0.01 GiB" in text
+    assert "CUDA graphs 0.00 GiB, KV pool 0.34 GiB" in text
     assert re.search(r"warmed up \d+ kernels in \d+\.\d s", text)
 
 

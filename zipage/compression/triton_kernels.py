@@ -238,7 +238,8 @@ class TritonKernels:
         replaced = sum(source != target for source, target in pairs_of_blocks)
         most_movers = job.keep if stable else min(job.length - job.keep, job.keep)
         pairs = most_movers + (0 if stable else replaced * cache.spec.block_size)
-        sources, targets = self._empty(2, self._pairs, pairs, dtype=torch.int32)
+        # Two tensors, so that both are aligned and one variant of the kernels is enough.
+        sources, targets = (self._empty(self._pairs, pairs, dtype=torch.int32) for _ in range(2))
         counts = self._empty(self._pairs, 2, dtype=torch.int32)
         tensors = (
             cache.scores if stored is None else stored,

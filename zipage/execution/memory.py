@@ -83,10 +83,11 @@ class MemoryPlan:
         return self.free - self.weights - self.steps - self.compression - self.graphs - self.pool
 
     def __str__(self) -> str:
+        pool = f", KV pool {_gib(self.pool)}" if self.pool else ""
         return (
             f"total {_gib(self.total)}, free before loading {_gib(self.free)}, weights "
             f"{_gib(self.weights)}, largest steps {_gib(self.steps)}, compression "
-            f"{_gib(self.compression)}, CUDA graphs {_gib(self.graphs)}"
+            f"{_gib(self.compression)}, CUDA graphs {_gib(self.graphs)}{pool}"
         )
 
 

@@ -172,8 +172,8 @@ class ModelRunner:
             return
         raise ConfigError(
             f"{self.device} is out of memory, though the engine was planned to fit: some was taken "
-            f"meanwhile, or memory_utilization is too high ({self.memory_plan}, KV pool "
-            f"{self.memory_plan.pool:,} bytes)"
+            f"meanwhile, or the KV pool leaves too little: lower its size or memory_utilization "
+            f"({self.memory_plan})"
         ) from cause
 
     def _load_weights(

@@ -85,7 +85,6 @@ def trial_steps(config: EngineConfig, max_model_len: int) -> list[TrialStep]:
     return steps
 
 
-@torch.inference_mode()
 def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: int) -> MemoryPlan:
     """Run the largest steps, the largest compression and the captures of a loaded model.
 
