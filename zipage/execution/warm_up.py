@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 #: again: what they hold does not matter.
 _BLOCKS = 2
 
+#: Products of few rows are compiled for the next power of two, and apart for multiples of 16.
+_FEW_ROWS = (4, 16, 20, 32, 36, 48)
+
 # Everything that costs memory. So flat a distribution is cut by top-p only after a sort of it all.
 _COSTLY = SamplingParams(
     temperature=1e4,
@@ -77,6 +80,7 @@ def trial_steps(config: EngineConfig, max_model_len: int) -> list[TrialStep]:
         TrialStep(((chunk, max_model_len - chunk),)),
         TrialStep(((1, max_model_len - 1), *[(1, 0)] * (sequences - 1))),
     ]
+    steps += [TrialStep(((rows, 0),)) for rows in _FEW_ROWS if rows <= chunk]
     # Some arguments are aligned with every fourth number of sequences only.
     for others in (1, 2):
         parts = ((2, 0), *[(1, 1)] * others)
