@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 #: again: what they hold does not matter.
 _BLOCKS = 2
 
-#: Products of few rows are compiled for the next power of two, and apart for multiples of 16.
-_FEW_ROWS = (4, 16, 20, 32, 36, 48)
+#: Products of few rows are compiled for the next power of two.
+_FEW_ROWS = (4, 20, 36)
 
 # Everything that costs memory. So flat a distribution is cut by top-p only after a sort of it all.
 _COSTLY = SamplingParams(

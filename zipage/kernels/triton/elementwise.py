@@ -33,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
     x,  # [rows, WIDTH]
     parts,  # [PARTS, rows, WIDTH] fp32

@@ -19,7 +19,7 @@ _STEP = 128
 _MOST_SPLITS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     x,  # [rows, K]
     weight,  # [N, K]
