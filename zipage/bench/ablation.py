@@ -33,7 +33,7 @@ _SHARED = "shared prefix, prefix cache on"
 
 #: Random prompts get a common prefix of so many tokens where prefixes are to be shared.
 SHARED_PREFIX = 1024
-#: Generated problems are asked so many times instead, as pass@k does.
+#: A quarter of the generated problems gets so many answers each instead, as for pass@k.
 _SAMPLES = 4
 #: Shortest and longest reference chain of thought of the problems, in tokens.
 _CHAINS = (800, 1400)
@@ -83,10 +83,12 @@ class Work:
             families=("addition", "lookup"),
             check=True,
         )
-        if self.shared:
-            distinct = problems[: -(-len(problems) // _SAMPLES)]
-            problems = (distinct * _SAMPLES)[: len(problems)]
-        return problems
+        return problems[: -(-len(problems) // self.samples)]
+
+    @property
+    def samples(self) -> int:
+        """Answers to every problem, whose prompt they share."""
+        return _SAMPLES if self.shared and self.workload == PROBLEMS else 1
 
     def requests(self, vocab_size: int) -> list[BenchRequest]:
         """The requests of a preset."""
@@ -293,9 +295,9 @@ def run_ablation(
 ) -> Iterator[dict[str, Any]]:
     """Run cells in order and yield a row for each, see `ablation_worker.measure`.
 
-    A cell may take an equal share of the time that is left: what the fast ones leave is the later
-    ones'. One that takes longer is cut, and counts with what it has done. All cells get as many
-    bytes of KV memory as the first, unless they say otherwise.
+    A cell may take an equal share of the time that is left, the first one two shares: what the
+    fast ones leave is the later ones'. One that takes longer is cut, and counts with what it has
+    done. All cells get as many bytes of KV memory as the first, unless they say otherwise.
 
     Args:
         cells: the first is the base.
@@ -322,7 +324,9 @@ def run_ablation(
                     pool = {"num_kv_blocks": None, "kv_cache_memory": kv_bytes}
                 share = None
                 if ends is not None:
-                    share = (ends - time.monotonic()) / (len(cells) - i)
+                    # The first one also imports everything, and all are compared with it.
+                    shares = len(cells) - i if i else len(cells) / 2
+                    share = (ends - time.monotonic()) / shares
                 task = ({**options, **pool, **cell.options}, replace(work, shared=cell.shared))
                 row = {"cell": asdict(cell), **worker.run(task, share)}
                 if file is not None:

@@ -72,7 +72,7 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
         before = llm.stats()
         ready = time.monotonic()
         watch = _Watch(before, None if seconds is None else started + seconds)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), time.process_time()
         outputs = None
         try:
             outputs = llm.generate(prompts, params, on_step=watch)
@@ -83,6 +83,7 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
             "status": "cut" if outputs is None else "ok",
             "start_seconds": round(ready - started, 3),
             **_numbers(before, watch.stats, wall),
+            "cpu_seconds": round(time.process_time() - cpu, 3),
             "budget": llm.config.kv_budget if llm.config.compresses else None,
             "kv_bytes": _kv_bytes(llm),
             "curve": watch.thinned(),
@@ -91,9 +92,12 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
     if outputs is not None and problems:
         from zipage.evals.problems import is_correct
 
-        texts = [output.outputs[0].text for output in outputs]
-        row["right"] = sum(is_correct(t, p.answer) for t, p in zip(texts, problems, strict=True))
-        row["total"] = len(problems)
+        row["right"] = sum(
+            is_correct(answer.text, problem.answer)
+            for output, problem in zip(outputs, problems, strict=True)
+            for answer in output.outputs
+        )
+        row["total"] = work.samples * len(problems)
     failed = [output.error for output in outputs or () if output.error]
     if failed:
         row |= {"status": "failed", "error": f"{len(failed)} requests failed: {failed[0]}"}
@@ -106,7 +110,8 @@ def _make_requests(llm: LLM, work: Work) -> tuple[list[Any], list[SamplingParams
     if work.workload == PROBLEMS:
         problems = work.problems()
         prompts = llm.chat_prompts([[{"role": "user", "content": p.prompt}] for p in problems])
-        params = SamplingParams(temperature=0.0, max_tokens=work.reply_limit())
+        limit = work.reply_limit()
+        params = SamplingParams(temperature=0.0, max_tokens=limit, n=work.samples)
         return prompts, [params] * len(prompts), problems
     requests = work.requests(llm.engine.vocab_size)
     check_lengths(requests, llm.engine.max_model_len, work.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,54 @@ def _draw_budgets(axes: Axes, points: Sequence[tuple[str, Mapping[str, Any]]]) -
         right.plot(names, shares, color=_ORANGE, marker="o")
         right.set_ylim(0, 105)
         right.set_ylabel("right answers, %", color=_ORANGE)
+
+
+def plot_serving(report: Mapping[str, Any], path: Path) -> None:
+    """Draw how latencies are distributed, and how the run went over time.
+
+    Args:
+        report: what `zipage bench serve --json` writes.
+        path: the picture; its ending says the format.
+
+    Raises:
+        ConfigError: matplotlib is missing, nothing was completed, or `path` can't be written.
+    """
+    setting, requests = report["serving"], report["requests"]
+    done = [r for r in requests if r["failure"] is None]
+    if not done:
+        raise ConfigError("there is nothing to plot: no request was completed")
+    figure = _new_figure(11, 4)
+    shares, times = figure.subplots(1, 2)
+    for label, key, color in (
+        ("first token", "first_token", _BLUE),
+        ("end to end", "last_token", _ORANGE),
+    ):
+        ordered = sorted(r[key] - r["intended"] for r in done)
+        height = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+        shares.step(ordered, height, where="post", label=label, color=color)
+        times.scatter(
+            [r["intended"] for r in done], [r[key] - r["intended"] for r in done], s=6, color=color
+        )
+    shares.set_xscale("log")
+    shares.set_xlabel("seconds from when it was to be sent")
+    shares.set_ylabel("requests, %")
+    shares.legend()
+    times.set_xlabel("to be sent at, s")
+    times.set_ylabel("latency, s")
+    times.set_yscale("log")
+    in_flight = times.twinx()
+    changes = sorted([(r["intended"], 1) for r in requests] + [(r["ended"], -1) for r in requests])
+    in_flight.step(
+        [when for when, _ in changes],
+        list(itertools.accumulate(change for _, change in changes)),
+        where="post",
+        color=_GREY,
+        lw=0.8,
+    )
+    in_flight.set_ylabel("requests in flight", color=_GREY)
+    title = f"{setting['model']}: {setting['requests']}, {setting['load']}"
+    figure.suptitle(title, fontsize=10)
+    save(figure, path)
 
 
 def _new_figure(width: float, height: float) -> Figure:

@@ -15,6 +15,7 @@ from rich.table import Table
 from zipage.bench.workloads import PRESETS, BenchRequest, check_lengths, make_workload
 from zipage.cli.bench_ablation import ablation
 from zipage.cli.bench_plot import plot
+from zipage.cli.bench_serve import serve
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
@@ -33,6 +34,7 @@ def _bench() -> None:
 
 
 app.command("ablation")(ablation)
+app.command("serve")(serve)
 app.command("plot")(plot)
 
 

@@ -200,6 +200,7 @@ def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "preempted",
         "swapped",
         "prefix hits",
+        "CPU s",
         *(["right"] if scored else []),
     ):
         table.add_column(name, justify="right")
@@ -221,6 +222,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['preemptions_recompute']:,}",
         f"{row['preemptions_swap']:,}",
         f"{row['prefix_hit_rate']:.1%}",
+        f"{row['cpu_seconds']:.1f}",
         *([f"{row['right']}/{row['total']}"] if "right" in row else []),
     ]
 

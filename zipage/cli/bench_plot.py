@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,20 +12,33 @@ from zipage.errors import ConfigError
 
 
 def plot(
-    results: Annotated[Path, typer.Argument(help="What `bench ablation --json` wrote.")],
+    results: Annotated[
+        Path, typer.Argument(help="What `bench ablation --json` or `bench serve --json` wrote.")
+    ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The picture (.svg, .png).")
-    ] = Path("ablation.svg"),
+        Path | None,
+        typer.Option("--output", "-o", help="The picture. Default: RESULTS with the ending .svg."),
+    ] = None,
 ) -> None:
-    """Draw the results of `bench ablation` again. Needs matplotlib (the extra `plots`)."""
-    from zipage.bench.ablation import read_results
-    from zipage.bench.plots import check_plotting, plot_ablation
-    from zipage.cli.bench_ablation import describe
+    """Draw the results of `bench ablation` or `bench serve`. Needs matplotlib (extra `plots`)."""
+    from zipage.bench.plots import check_plotting, plot_ablation, plot_serving
 
-    check_plotting(output)
+    picture = results.with_suffix(".svg") if output is None else output
+    check_plotting(picture)
     try:
-        setting, rows = read_results(results)
-    except OSError as error:
+        text = results.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"results={str(results)!r} can't be read: {error}") from None
-    plot_ablation(rows, output, describe(setting, rows))
-    typer.echo(f"wrote {output}")
+    try:
+        report = json.loads(text)
+    except ValueError:
+        report = {}
+    if isinstance(report, dict) and "serving" in report:
+        plot_serving(report, picture)
+    else:
+        from zipage.bench.ablation import read_results
+        from zipage.cli.bench_ablation import describe
+
+        setting, rows = read_results(results)
+        plot_ablation(rows, picture, describe(setting, rows))
+    typer.echo(f"wrote {picture}")
