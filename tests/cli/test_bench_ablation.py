@@ -222,8 +222,8 @@ def test_time_is_shared_and_a_cell_that_hangs_is_ended() -> None:
 
 
 def test_nothing_is_begun_without_time() -> None:
-    (row,) = run_ablation([cell("a")], {}, RANDOM, seconds=0.5)
-    assert (row["status"], row["error"]) == ("failed", "only 0 s were left")
+    (row,) = run_ablation([cell("a")], {}, RANDOM, seconds=3)
+    assert (row["status"], row["error"]) == ("failed", "only 3 s were left")
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -325,7 +325,7 @@ def run_ablation(
                 share = None
                 if ends is not None:
                     # The first one also imports everything, and all are compared with it.
-                    shares = len(cells) - i if i else len(cells) / 2
+                    shares = len(cells) - i if i else max(1, len(cells) / 2)
                     share = (ends - time.monotonic()) / shares
                 task = ({**options, **pool, **cell.options}, replace(work, shared=cell.shared))
                 row = {"cell": asdict(cell), **worker.run(task, share)}
