@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,25 +127,54 @@ class _Failed(Exception):
         self.kind, self.detail = kind, detail
 
 
-def new_client() -> httpx.AsyncClient:
-    """A client without limits of its own on connections or time.
+class Connections:
+    """HTTP clients of one connection each, reused in turn. Closed on leaving ``async with``.
+
+    One httpx client for all requests looks through all its connections whenever one of them is
+    taken or given back: with hundreds of streams it is that which would be measured.
 
     Raises:
         ConfigError: httpx is missing.
     """
-    try:
+
+    def __init__(self) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigError(
+                "the benchmark of a server needs httpx: pip install 'zipage[serve]' (in a copy of "
+                "the repository: pip install '.[serve]')"
+            ) from None
+        self._certificates = httpx.create_ssl_context(trust_env=False)
+        self._all: list[httpx.AsyncClient] = []
+        self._free: list[httpx.AsyncClient] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[httpx.AsyncClient]:
+        """A client that nobody else uses."""
+        client = self._free.pop() if self._free else self._new()
+        try:
+            yield client
+        finally:
+            self._free.append(client)
+
+    def _new(self) -> httpx.AsyncClient:
         import httpx
-    except ImportError:
-        raise ConfigError(
-            "the benchmark of a server needs httpx: pip install 'zipage[serve]' (in a copy of the "
-            "repository: pip install '.[serve]')"
-        ) from None
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # Proxies of the environment would be measured too.
-    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+
+        # Proxies of the environment would be measured too.
+        client = httpx.AsyncClient(timeout=None, trust_env=False, verify=self._certificates)
+        self._all.append(client)
+        return client
+
+    async def __aenter__(self) -> Connections:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._all:
+            await client.aclose()
 
 
-async def first_model(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> str:
+async def first_model(connections: Connections, url: str, headers: Mapping[str, str]) -> str:
     """Name of the first model that a server lists.
 
     Raises:
@@ -153,7 +183,8 @@ async def first_model(client: httpx.AsyncClient, url: str, headers: Mapping[str,
     import httpx
 
     try:
-        answer = await client.get(f"{url}/v1/models", headers=dict(headers), timeout=30)
+        with connections.one() as client:
+            answer = await client.get(f"{url}/v1/models", headers=dict(headers), timeout=30)
         return str(answer.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as e:
         reason = f"{type(e).__name__}: {e}".rstrip(": ")
@@ -161,7 +192,7 @@ async def first_model(client: httpx.AsyncClient, url: str, headers: Mapping[str,
 
 
 async def send(
-    client: httpx.AsyncClient, endpoint: Endpoint, request: ServingRequest, intended: float
+    connections: Connections, endpoint: Endpoint, request: ServingRequest, intended: float
 ) -> Exchange:
     """Send a request and read its answer to the end; failures are part of what is returned."""
     import httpx
@@ -170,7 +201,9 @@ async def send(
     content = json.dumps(endpoint.body_of(request)).encode()
     exchange.sent = time.perf_counter()
     try:
-        await asyncio.wait_for(_exchange(client, endpoint, content, exchange), endpoint.timeout)
+        with connections.one() as client:
+            reading = _exchange(client, endpoint, content, exchange)
+            await asyncio.wait_for(reading, endpoint.timeout)
     except _Failed as failed:
         exchange.failure, exchange.detail = failed.kind, failed.detail
     except (TimeoutError, asyncio.TimeoutError):

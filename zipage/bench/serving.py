@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zipage.bench.arrivals import ServingRequest
-from zipage.bench.openai_client import Endpoint, Exchange, new_client, send
+from zipage.bench.openai_client import Connections, Endpoint, Exchange, send
 from zipage.errors import ConfigError, ZipageError
 
 #: Latencies that a service-level objective can be about.
@@ -66,9 +66,9 @@ async def run_serving(
     Raises:
         ZipageError: a warm-up request failed.
     """
-    async with new_client() as client:
+    async with Connections() as connections:
         now = time.perf_counter()
-        warm = await asyncio.gather(*(send(client, endpoint, r, now) for r in warm_up))
+        warm = await asyncio.gather(*(send(connections, endpoint, r, now) for r in warm_up))
         for exchange in warm:
             if exchange.failure is not None:
                 raise ZipageError(
@@ -83,7 +83,7 @@ async def run_serving(
 
         async def exchange_of(i: int, intended: float) -> None:
             nonlocal ended
-            exchanges[i] = await send(client, endpoint, requests[i], intended)
+            exchanges[i] = await send(connections, endpoint, requests[i], intended)
             ended += 1
             if on_end is not None:
                 on_end(ended)

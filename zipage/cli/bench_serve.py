@@ -247,12 +247,12 @@ async def _run(
     concurrency: int | None,
     warm: Sequence[ServingRequest],
 ) -> Any:
-    from zipage.bench.openai_client import first_model, new_client
+    from zipage.bench.openai_client import Connections, first_model
     from zipage.bench.serving import run_serving
 
     if not where.model:
-        async with new_client() as client:
-            where = replace(where, model=await first_model(client, where.url, where.headers))
+        async with Connections() as connections:
+            where = replace(where, model=await first_model(connections, where.url, where.headers))
     shown = _Counter(len(requests))
     run = await run_serving(where, requests, concurrency, warm, shown)
     shown.clear()
