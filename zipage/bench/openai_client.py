@@ -42,7 +42,7 @@ class Endpoint:
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 600.0
 
-    def body_of(self, request: ServingRequest) -> dict[str, Any]:
+    def encode(self, request: ServingRequest) -> bytes:
         """What is posted."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -52,7 +52,7 @@ class Endpoint:
         }
         if request.output_len is not None:
             body["max_tokens"] = request.output_len
-        return {**body, **self.body}
+        return json.dumps({**body, **self.body}).encode()
 
 
 @dataclass
@@ -192,13 +192,24 @@ async def first_model(connections: Connections, url: str, headers: Mapping[str, 
 
 
 async def send(
-    connections: Connections, endpoint: Endpoint, request: ServingRequest, intended: float
+    connections: Connections,
+    endpoint: Endpoint,
+    request: ServingRequest,
+    content: bytes,
+    intended: float,
 ) -> Exchange:
-    """Send a request and read its answer to the end; failures are part of what is returned."""
+    """Send a request and read its answer to the end; failures are part of what is returned.
+
+    Args:
+        connections: to the server.
+        endpoint: where to.
+        request: what is asked.
+        content: the request as `Endpoint.encode` made it, before its time had come.
+        intended: when it was to be sent, on `time.perf_counter`'s clock.
+    """
     import httpx
 
     exchange = Exchange(request, intended)
-    content = json.dumps(endpoint.body_of(request)).encode()
     exchange.sent = time.perf_counter()
     try:
         with connections.one() as client:

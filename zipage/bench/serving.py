@@ -68,12 +68,15 @@ async def run_serving(
     """
     async with Connections() as connections:
         now = time.perf_counter()
-        warm = await asyncio.gather(*(send(connections, endpoint, r, now) for r in warm_up))
+        warm = await asyncio.gather(
+            *(send(connections, endpoint, r, endpoint.encode(r), now) for r in warm_up)
+        )
         for exchange in warm:
             if exchange.failure is not None:
                 raise ZipageError(
                     f"a warm-up request failed: {exchange.failure}: {exchange.detail}"
                 )
+        contents = [endpoint.encode(request) for request in requests]
         # A collection of what was imported so far would stop the clock of all streams.
         gc.collect()
         gc.freeze()
@@ -83,7 +86,7 @@ async def run_serving(
 
         async def exchange_of(i: int, intended: float) -> None:
             nonlocal ended
-            exchanges[i] = await send(connections, endpoint, requests[i], intended)
+            exchanges[i] = await send(connections, endpoint, requests[i], contents[i], intended)
             ended += 1
             if on_end is not None:
                 on_end(ended)
