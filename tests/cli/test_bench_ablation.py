@@ -19,7 +19,6 @@ from zipage.bench.ablation import (
     Cell,
     Work,
     plan_ablation,
-    pool_blocks,
     read_results,
     run_ablation,
     with_ratios,
@@ -118,8 +117,10 @@ def test_the_work() -> None:
     for one, other in zip(plain, prefixed, strict=True):
         assert other.prompt_token_ids == prefix + one.prompt_token_ids
         assert other.output_len == one.output_len == 100
-    assert pool_blocks([100, 200, 65], 64, 0.3) == 5
-    assert pool_blocks([100] * 100, 64, 0.3) == 60
+    assert RANDOM.longest() == max(RANDOM.lengths())
+    assert Work(num_requests=8).longest() == 1750 + 10 + max(
+        n - p.cot_tokens - 26 for n, p in zip(lengths, problems, strict=True)
+    )
     with pytest.raises(ConfigError, match="legal are problems, tiny"):
         Work("amd")
     with pytest.raises(ConfigError, match="scale"):
@@ -354,6 +355,21 @@ def test_errors(args: list[str], word: str) -> None:
     result = invoke("bench", "ablation", *args)
     assert result.exit_code == 2
     assert word in result.stderr
+
+
+def test_the_pool_is_a_share_that_every_cell_can_run_in() -> None:
+    from zipage.cli.bench_ablation import _plan
+
+    def blocks(only: str, share: float, **options: Any) -> int:
+        engine = {f.name: getattr(BASE_CONFIG, f.name) for f in fields(BASE_CONFIG)} | options
+        return _plan(engine, "tiny", 8, 100, 0.2, only, None, share)[1]["num_kv_blocks"]
+
+    lengths = Work("tiny", 8, 100, 0.2).lengths()
+    assert blocks("async", 1.0) == -(-sum(lengths) // 64)
+    assert blocks("async", 0.01) == 256 // 64 + 1
+    assert blocks("budget", 0.01) == 512 // 64 + 1
+    assert blocks("prefix", 0.01) == -(-(1024 + 87 + 100) // 64) + 1
+    assert blocks("prefix", 0.01, num_kv_blocks=7) == 7
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ A plan is a list of `Cell`s. They run one after another in a worker process
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import statistics
 import time
@@ -108,6 +107,13 @@ class Work:
         around = _TEMPLATE_TOKENS + _CLOSING_TOKENS
         return [count_tokens(p.prompt) + p.cot_tokens + around for p in self.problems()]
 
+    def longest(self) -> int:
+        """Most tokens that a request can come to."""
+        if self.workload != PROBLEMS:
+            return max(self.lengths())
+        prompt = max(count_tokens(p.prompt) for p in self.problems()) + _TEMPLATE_TOKENS
+        return prompt + self.reply_limit()
+
     def reply_limit(self) -> int:
         """Most tokens of a reply to a problem: a longer one has lost its way."""
         return _CHAINS[1] * 5 // 4
@@ -130,12 +136,6 @@ class Cell:
     options: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
     against: str = BASE
-
-
-def pool_blocks(lengths: Sequence[int], block_size: int, share: float) -> int:
-    """Blocks for a share of what all requests need in full KV, but for the longest one at least."""
-    needed = [-(-length // block_size) for length in lengths]
-    return max(max(needed) + 1, math.ceil(share * sum(needed)))
 
 
 def plan_ablation(
@@ -261,11 +261,11 @@ def _budgets(config: EngineConfig, budgets: Sequence[int] | None) -> list[Cell]:
 
 
 def _ample(config: EngineConfig, work: Work) -> list[Cell]:
-    lengths = work.lengths()
-    if work.workload == PROBLEMS:
-        longest = work.reply_limit() - _CHAINS[0]
-        lengths = [length + longest for length in lengths]
-    blocks = sum(-(-length // config.block_size) + 1 for length in lengths)
+    b = config.block_size
+    # An answer to a problem may be longer than the reference.
+    each = [work.longest() if work.workload == PROBLEMS else n for n in work.lengths()]
+    blocks = sum(-(-length // b) + 1 for length in each)
+    blocks = max(blocks, config.max_blocks_of(config.kv_budget) or 0)
     pool: dict[str, Any] = {
         "num_kv_blocks": blocks,
         "kv_cache_memory": None,

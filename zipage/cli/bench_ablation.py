@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -16,6 +17,10 @@ from zipage.bench.workloads import PRESETS
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zipage.bench.ablation import Cell, Work
+    from zipage.config import EngineConfig
 
 #: The default workload's answers have up to 1,800 tokens.
 _DEFAULT_BUDGET = 512
@@ -137,7 +142,7 @@ def _plan(
     """Cells, engine options of the base, and the work."""
     import torch
 
-    from zipage.bench.ablation import PROBLEMS, Work, plan_ablation, pool_blocks
+    from zipage.bench.ablation import PROBLEMS, Work, plan_ablation
     from zipage.config import EngineConfig
 
     if workload == PROBLEMS and (engine["model"] or engine["model_shape"]):
@@ -150,21 +155,27 @@ def _plan(
     lengths = work.lengths()
     # More never run, and a default number of query slots is half of it.
     options = {**engine, "max_num_seqs": min(engine["max_num_seqs"], len(lengths))}
-    if not any(options[name] for name in ("kv_cache_memory", "num_kv_blocks")) and (
-        options["memory_utilization"] is None
-    ):
-        longest = replace(work, shared="prefix" in only).lengths()
-        options["num_kv_blocks"] = max(
-            pool_blocks(lengths, options["block_size"], pool_share),
-            pool_blocks(longest, options["block_size"], 0.0),
-        )
     config = EngineConfig.from_options(options)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     groups = [name.strip() for name in only.split(",") if name.strip()]
     wanted = None if budgets is None else _integers(budgets)
-    return plan_ablation(config, work, device.partition(":")[0], groups, wanted), options, work
+    cells = plan_ablation(config, work, device.partition(":")[0], groups, wanted)
+    sizes = ("kv_cache_memory", "num_kv_blocks", "memory_utilization")
+    if all(options[name] is None for name in sizes):
+        options["num_kv_blocks"] = max(
+            math.ceil(pool_share * sum(lengths) / config.block_size),
+            *(_least_blocks(cell, work, config) for cell in cells),
+        )
+    return cells, options, work
+
+
+def _least_blocks(cell: Cell, work: Work, config: EngineConfig) -> int:
+    """Blocks without which a cell could not run: for one request in full, and one of its budget."""
+    longest = replace(work, shared=cell.shared).longest()
+    budget = cell.options.get("kv_budget", config.kv_budget)
+    return max(-(-longest // config.block_size) + 1, config.max_blocks_of(budget) or 0)
 
 
 def _integers(text: str) -> list[int]:
