@@ -158,7 +158,7 @@ def serve(
             rich_help_panel=_OUT,
         ),
     ] = None,
-    more_objectives: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_objectives: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
