@@ -158,7 +158,9 @@ def serve(
             rich_help_panel=_OUT,
         ),
     ] = None,
-    more_objectives: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    more_objectives: Annotated[
+        list[str] | None, typer.Argument(hidden=True, metavar="MORE")
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -317,7 +319,8 @@ class _Schedule:
         if self.concurrency is not None:
             return f"{self.concurrency} in flight"
         if self.rate is None and has_times:
-            return f"the trace's times, {self.speedup:g} times as fast"
+            faster = f", {self.speedup:g} times as fast" if self.speedup != 1 else ""
+            return f"the trace's times{faster}"
         if self.rate is None or self.rate == math.inf:
             return "all at once"
         shape = f" of shape {self.burstiness:g}" if self.process == "gamma" else ""
@@ -449,7 +452,7 @@ def _latency_table(summary: Mapping[str, Any]) -> Table:
 
     columns = ["mean", *(f"p{p}" for p in PERCENTILES), "max"]
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("ms")
+    table.add_column("ms", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
     for label, key in (
