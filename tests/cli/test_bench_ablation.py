@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -378,3 +381,30 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     result = invoke("bench", "ablation", *SMALL, "--only", "async", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert [r["status"] for r in read_results(file)[1]] == ["ok"] * 3
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_parent() -> None:
+    long = [*SMALL[:-1], "5000", "--max-model-len", "6000", "--only", "async"]
+    command = [sys.executable, "-m", "zipage", "bench", "ablation", *long]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+
+    def workers() -> list[int]:
+        found = [int(pid) for pid in children.read_text().split()]
+        return [p for p in found if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
+
+    until(lambda: bool(workers()))
+    (worker,) = workers()
+    # It has set up everything once it has imported the engine.
+    until(lambda: "libtorch" in Path(f"/proc/{worker}/maps").read_text())
+    parent.kill()
+    parent.wait()
+    until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

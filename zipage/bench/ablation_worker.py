@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from zipage.bench.workloads import check_lengths
@@ -33,6 +36,7 @@ def serve(pipe: Connection) -> None:
     """
     # Ctrl-C is the parent's: it ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     usable = True
     while usable:
         try:
@@ -46,6 +50,14 @@ def serve(pipe: Connection) -> None:
             row = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
             usable = False
         pipe.send(row)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed can't end this process, which may own a GPU."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> dict[str, Any]:
