@@ -15,17 +15,17 @@ import pytest
 from tests.cli.invoke import Invocation, invoke
 from tests.cli.stand_in_workers import serve
 from zipage import ConfigError, EngineConfig
-from zipage.bench import ablation, ablation_worker
+from zipage.bench import ablation, ablation_work, ablation_worker
 from zipage.bench.ablation import (
     BASE,
     GROUPS,
     Cell,
-    Work,
     plan_ablation,
     read_results,
     run_ablation,
     with_ratios,
 )
+from zipage.bench.ablation_work import Work
 
 BASE_CONFIG = EngineConfig(kv_budget=256, block_size=64, max_num_seqs=16)
 RANDOM = Work("tiny", num_requests=4, scale=0.2, output_len=100)
@@ -176,7 +176,7 @@ def test_a_cell_is_cut_at_its_limit() -> None:
 
 
 def test_answers_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablation, "_CHAINS", (40, 150))
+    monkeypatch.setattr(ablation_work, "_CHAINS", (40, 150))
     work = Work(num_requests=2)
     row = ablation_worker.measure({**OPTIONS, "kv_budget": 1024}, work, None)
     assert (row["right"], row["total"]) == (2, 2)

@@ -13,11 +13,11 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from zipage.bench.ablation_work import PROBLEMS, Work
 from zipage.bench.workloads import check_lengths
 from zipage.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from zipage.bench.ablation import Work
     from zipage.engine.stats import EngineStats
     from zipage.evals.problems import Problem
     from zipage.llm import LLM
@@ -117,8 +117,6 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
 
 
 def _make_requests(llm: LLM, work: Work) -> tuple[list[Any], list[SamplingParams], list[Problem]]:
-    from zipage.bench.ablation import PROBLEMS
-
     if work.workload == PROBLEMS:
         problems = work.problems()
         prompts = llm.chat_prompts([[{"role": "user", "content": p.prompt}] for p in problems])

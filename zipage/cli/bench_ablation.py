@@ -19,7 +19,8 @@ from zipage.cli.options import engine_options, with_options
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zipage.bench.ablation import Cell, Work
+    from zipage.bench.ablation import Cell
+    from zipage.bench.ablation_work import Work
     from zipage.config import EngineConfig
 
 #: The default workload's answers have up to 1,800 tokens.
@@ -142,7 +143,8 @@ def _plan(
     """Cells, engine options of the base, and the work."""
     import torch
 
-    from zipage.bench.ablation import PROBLEMS, Work, plan_ablation
+    from zipage.bench.ablation import plan_ablation
+    from zipage.bench.ablation_work import PROBLEMS, Work
     from zipage.config import EngineConfig
 
     if workload == PROBLEMS and (engine["model"] or engine["model_shape"]):
