@@ -371,8 +371,8 @@ def test_the_pool_is_a_share_that_every_cell_can_run_in() -> None:
     assert blocks("async", 1.0) == -(-sum(lengths) // 64)
     assert blocks("async", 0.01) == 256 // 64 + 1
     assert blocks("budget", 0.01) == 512 // 64 + 1
-    assert blocks("prefix", 0.01) == -(-(1024 + 87 + 100) // 64) + 1
-    assert blocks("prefix", 0.01, num_kv_blocks=7) == 7
+    assert blocks("async", 0.01, kv_budget=64) == -(-max(lengths) // 64) + 1
+    assert blocks("async", 0.01, num_kv_blocks=7) == 7
 
 
 @pytest.mark.slow

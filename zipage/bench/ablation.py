@@ -23,7 +23,7 @@ from zipage.errors import ConfigError
 GROUPS = ("async", "slots", "prefix", "redundancy", "overlap", "ample", "budget", "graphs")
 
 BASE, BASE_AGAIN = "base", "base, again"
-_AMPLE = "ample memory, compression on"
+_AMPLE = "ample memory, full KV"
 _SHARED = "shared prefix, prefix cache on"
 
 #: Seconds a worker may take beyond a cell's limit to give its answer.
@@ -81,7 +81,7 @@ def plan_ablation(
         "async": lambda: [_toggle(config, "async", "async_compression", device_type)],
         "overlap": lambda: [_toggle(config, "overlap", "async_scheduling", device_type)],
         "slots": lambda: _slots(config),
-        "prefix": _prefix,
+        "prefix": lambda: _prefix(config, work),
         "redundancy": lambda: _redundancy(config),
         "ample": lambda: _ample(config, work),
         "budget": lambda: _budgets(config, budgets),
@@ -119,16 +119,18 @@ def _slots(config: EngineConfig) -> list[Cell]:
     return [*cells, Cell("slots", f"{other} admission", {"admission": other})]
 
 
-def _prefix() -> list[Cell]:
+def _prefix(config: EngineConfig, work: Work) -> list[Cell]:
+    # Where memory is short, blocks that nobody owns do not stay in the cache for long.
+    pool = _ample_pool(config, replace(work, shared=True))
     return [
-        Cell("prefix", _SHARED, {"enable_prefix_caching": True}, shared=True, against=_SHARED),
         Cell(
             "prefix",
-            "shared prefix, prefix cache off",
-            {"enable_prefix_caching": False},
+            label,
+            {**pool, "enable_prefix_caching": label == _SHARED},
             shared=True,
             against=_SHARED,
-        ),
+        )
+        for label in (_SHARED, "shared prefix, prefix cache off")
     ]
 
 
@@ -174,21 +176,21 @@ def _budgets(config: EngineConfig, budgets: Sequence[int] | None) -> list[Cell]:
 
 
 def _ample(config: EngineConfig, work: Work) -> list[Cell]:
-    b = config.block_size
+    pool = _ample_pool(config, work)
+    full = {**pool, "compression": FULL, "policy_options": {}}
+    return [
+        Cell("ample", _AMPLE, full, against=_AMPLE),
+        Cell("ample", "ample memory, compression on", pool, against=_AMPLE),
+    ]
+
+
+def _ample_pool(config: EngineConfig, work: Work) -> dict[str, Any]:
+    """Options of a pool that holds everything in full."""
     # An answer to a problem may be longer than the reference.
     each = [work.longest() if work.workload == PROBLEMS else n for n in work.lengths()]
-    blocks = sum(-(-length // b) + 1 for length in each)
+    blocks = sum(-(-length // config.block_size) + 1 for length in each)
     blocks = max(blocks, config.max_blocks_of(config.kv_budget) or 0)
-    pool: dict[str, Any] = {
-        "num_kv_blocks": blocks,
-        "kv_cache_memory": None,
-        "memory_utilization": None,
-    }
-    full: dict[str, Any] = {**pool, "compression": FULL, "policy_options": {}}
-    return [
-        Cell("ample", "ample memory, full KV", full, against="ample memory, full KV"),
-        Cell("ample", _AMPLE, pool, against="ample memory, full KV"),
-    ]
+    return {"num_kv_blocks": blocks, "kv_cache_memory": None, "memory_utilization": None}
 
 
 def _graphs(config: EngineConfig) -> list[Cell]:

@@ -81,7 +81,8 @@ class Work:
         if self.workload != PROBLEMS:
             return [len(r.prompt_token_ids) + r.output_len for r in self.requests(32000)]
         around = _TEMPLATE_TOKENS + _CLOSING_TOKENS
-        return [count_tokens(p.prompt) + p.cot_tokens + around for p in self.problems()]
+        problems = self.problems() * self.samples
+        return [count_tokens(p.prompt) + p.cot_tokens + around for p in problems]
 
     def longest(self) -> int:
         """Most tokens that a request can come to."""

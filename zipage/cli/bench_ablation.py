@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -17,11 +17,6 @@ from zipage.bench.workloads import PRESETS
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.errors import ConfigError
-
-if TYPE_CHECKING:
-    from zipage.bench.ablation import Cell
-    from zipage.bench.ablation_work import Work
-    from zipage.config import EngineConfig
 
 #: The default workload's answers have up to 1,800 tokens.
 _DEFAULT_BUDGET = 512
@@ -168,16 +163,14 @@ def _plan(
     if all(options[name] is None for name in sizes):
         options["num_kv_blocks"] = max(
             math.ceil(pool_share * sum(lengths) / config.block_size),
-            *(_least_blocks(cell, work, config) for cell in cells),
+            # Every cell must have room for one request in full, and for one of its budget.
+            -(-work.longest() // config.block_size) + 1,
+            *(
+                config.max_blocks_of(cell.options.get("kv_budget", config.kv_budget)) or 0
+                for cell in cells
+            ),
         )
     return cells, options, work
-
-
-def _least_blocks(cell: Cell, work: Work, config: EngineConfig) -> int:
-    """Blocks without which a cell could not run: for one request in full, and one of its budget."""
-    longest = replace(work, shared=cell.shared).longest()
-    budget = cell.options.get("kv_budget", config.kv_budget)
-    return max(-(-longest // config.block_size) + 1, config.max_blocks_of(budget) or 0)
 
 
 def _integers(text: str) -> list[int]:
