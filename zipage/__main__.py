@@ -2,4 +2,6 @@
 
 from zipage.cli import app
 
-app()
+# Processes that multiprocessing starts import this module too.
+if __name__ == "__main__":
+    app()

@@ -123,7 +123,7 @@ def run_offline(
         )
     modes = ["zipage" if budget is not None else "full"] + ["full"] * compare_full
     bandwidth = measure_copy_bandwidth(llm.engine.core.runner.device)
-    _warm_up(llm)
+    warm_up(llm)
     return [
         _Run(llm, mode, f"{mode} {i}", bandwidth, watch).run(requests)
         for i in range(repeats)
@@ -282,7 +282,7 @@ def _step_times(seconds: Sequence[float]) -> StepTimes:
     )
 
 
-def _warm_up(llm: LLM) -> None:
+def warm_up(llm: LLM) -> None:
     """Load the tokenizer, if any, which decodes outputs, and run every kind of step once."""
     params = SamplingParams(
         temperature=0.0,

@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from zipage.bench.workloads import PRESETS, BenchRequest, check_lengths, make_workload
+from zipage.cli.bench_ablation import ablation
+from zipage.cli.bench_plot import plot
+from zipage.cli.bench_serve import serve
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
@@ -28,6 +31,11 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed.")
 @app.callback()
 def _bench() -> None:
     """Measure speed."""
+
+
+app.command("ablation")(ablation)
+app.command("serve")(serve)
+app.command("plot")(plot)
 
 
 @app.command("offline")

@@ -1,0 +1,204 @@
+"""Requests for a server and when they are sent: arrival processes, traces, files of prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from zipage.bench.workloads import make_workload
+from zipage.errors import ConfigError
+
+#: Text for endpoints that take no token ids; a word is about a token.
+_WORDS = ("time", "year", "people", "way", "day", "world", "life", "hand", "part", "eye", "work")
+
+ArrivalProcess = Literal["poisson", "constant", "gamma"]
+
+
+@dataclass(frozen=True)
+class ServingRequest:
+    """One request to a server.
+
+    Attributes:
+        prompt: token ids, text, or chat messages.
+        output_len: ``max_tokens``; None to leave the end to the model.
+        arrival: seconds after the start at which it is sent; None to send it as soon as one of
+            the requests before it has ended.
+    """
+
+    prompt: list[int] | str | list[dict[str, Any]]
+    output_len: int | None
+    arrival: float | None = 0.0
+
+
+def workload_requests(
+    name: str,
+    vocab_size: int,
+    num_requests: int | None = None,
+    output_len: int | None = None,
+    scale: float = 1.0,
+) -> list[ServingRequest]:
+    """The requests of a preset, see `make_workload`, all at once."""
+    work = make_workload(name, vocab_size, num_requests, output_len, scale)
+    return [ServingRequest(r.prompt_token_ids, r.output_len) for r in work]
+
+
+def read_trace(
+    path: Path, vocab_size: int, num_requests: int | None = None, scale: float = 1.0, seed: int = 0
+) -> list[ServingRequest]:
+    """Requests of a JSONL trace with ``arrival_s``, ``input_tokens`` and ``output_tokens``.
+
+    Prompts are random token ids of the lengths told. Times count from the first request.
+
+    Args:
+        path: the trace; other fields of its records are left aside.
+        vocab_size: ids are below it.
+        num_requests: only so many, the first ones.
+        scale: at most 1: factor of all lengths.
+        seed: of the ids.
+
+    Raises:
+        ConfigError: the file can't be read, or a record is malformed or out of order.
+    """
+    _check_scale(scale)
+    draw = random.Random(seed)
+    low = 10 if vocab_size > 20 else 0
+    requests: list[ServingRequest] = []
+    start = last = 0.0
+    for where, record in _records("trace", path):
+        arrival: Any = record.get("arrival_s")
+        lengths: list[Any] = [record.get("input_tokens"), record.get("output_tokens")]
+        if not _is_number(arrival) or not all(_is_count(length) for length in lengths):
+            raise ConfigError(
+                f"{where} needs arrival_s in seconds, and input_tokens and output_tokens of at "
+                "least 1"
+            )
+        if not requests:
+            start = last = arrival
+        if arrival < last:
+            raise ConfigError(f"{where} has arrival_s={arrival}, before the record above it")
+        last = arrival
+        prompt_len, output_len = (max(1, int(length * scale)) for length in lengths)
+        ids = [draw.randrange(low, vocab_size) for _ in range(prompt_len)]
+        requests.append(ServingRequest(ids, output_len, arrival - start))
+        if len(requests) == num_requests:
+            break
+    return _some(requests, "trace", path)
+
+
+def read_prompts(
+    path: Path, num_requests: int | None = None, output_len: int | None = None
+) -> list[ServingRequest]:
+    """Requests of a JSONL file, all at once; fewer than `num_requests` are used again in turn.
+
+    A record has one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and may have
+    ``max_tokens``.
+
+    Raises:
+        ConfigError: the file can't be read, or a record is malformed.
+    """
+    requests = []
+    for where, record in _records("prompts", path):
+        prompt = record.get("prompt", record.get("prompt_token_ids", record.get("messages")))
+        if not prompt or not isinstance(prompt, (str, list)):
+            raise ConfigError(f"{where} needs prompt, prompt_token_ids or messages")
+        limit = record.get("max_tokens", output_len)
+        if limit is not None and not _is_count(limit):
+            raise ConfigError(f"{where} has max_tokens={limit!r}: must be an integer >= 1")
+        requests.append(ServingRequest(prompt, limit))
+    _some(requests, "prompts", path)
+    count = len(requests) if num_requests is None else num_requests
+    return [requests[i % len(requests)] for i in range(count)]
+
+
+def arrival_times(
+    process: ArrivalProcess, rate: float, count: int, burstiness: float = 1.0, seed: int = 0
+) -> list[float]:
+    """When requests arrive, in seconds, from 0.
+
+    Args:
+        process: ``poisson`` (exponential gaps), ``constant`` (equal ones) or ``gamma``.
+        rate: requests per second, on average; infinite for all at once.
+        count: how many.
+        burstiness: shape of the gamma distribution: 1 is Poisson, less comes in bursts, more is
+            more regular. The gaps' coefficient of variation is 1 / sqrt(burstiness).
+        seed: of the gaps.
+
+    Raises:
+        ConfigError: an argument is illegal.
+    """
+    if process not in ("poisson", "constant", "gamma"):
+        raise ConfigError(f"arrivals={process!r}: legal are poisson, constant, gamma")
+    if not rate > 0:
+        raise ConfigError(f"rate={rate} must be positive, or inf")
+    if not 0 < burstiness < math.inf:
+        raise ConfigError(f"burstiness={burstiness} must be positive")
+    draw = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        if rate < math.inf:
+            if process == "constant":
+                now = len(times) / rate
+            else:
+                shape = burstiness if process == "gamma" else 1.0
+                now += draw.gammavariate(shape, 1 / (rate * shape))
+    return times
+
+
+def at(requests: Sequence[ServingRequest], times: Sequence[float | None]) -> list[ServingRequest]:
+    """The same requests at other times."""
+    return [replace(r, arrival=t) for r, t in zip(requests, times, strict=True)]
+
+
+def as_messages(request: ServingRequest, seed: int) -> ServingRequest:
+    """The same request for a chat endpoint; words of about as many tokens in place of ids."""
+    prompt = request.prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+        draw = random.Random(f"{seed} {len(prompt)} {prompt[:8]}")
+        prompt = " ".join(draw.choice(_WORDS) for _ in prompt)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return replace(request, prompt=prompt)
+
+
+def _records(option: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}={str(path)!r} can't be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{option}={str(path)!r}, line {number},"
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise ConfigError(f"{where} is not JSON") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where} is not a JSON object")
+        yield where, record
+
+
+def _some(requests: list[ServingRequest], option: str, path: Path) -> list[ServingRequest]:
+    if not requests:
+        raise ConfigError(f"{option}={str(path)!r} has no requests")
+    return requests
+
+
+def _check_scale(scale: float) -> None:
+    if not 0 < scale <= 1:
+        raise ConfigError(f"scale={scale} must lie in (0, 1]")
+
+
+def _is_number(value: object) -> bool:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return plain and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
