@@ -99,8 +99,8 @@ def make_kernels(
         )
     if choice == "native" and not _fits_native(cache):
         raise ConfigError(
-            "native compression needs device cpu and dtype float32, also of the cache, "
-            f"got {spec.device}, {spec.dtype} and {spec.kv_dtype or spec.dtype}"
+            "native compression needs device cpu and dtype float32, "
+            f"got {spec.device} and {spec.kv_dtype or spec.dtype}"
         )
     has_triton = importlib.util.find_spec("triton") is not None
     if choice == "triton" and not (_fits_triton(cache) and has_triton):
