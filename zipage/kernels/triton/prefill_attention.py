@@ -131,14 +131,12 @@ def _prefill_kernel(
     for start in range(0, unmasked, TILE):
         top, total, out = _attend_tile(
             query, kv, table, kv_head, start, limit, end, top, total, out, logit_scale,
-            False, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION,
-            QUANTISED,
+            False, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION, QUANTISED,
         )  # fmt: skip
     for start in range(unmasked, end, TILE):
         top, total, out = _attend_tile(
             query, kv, table, kv_head, start, limit, end, top, total, out, logit_scale,
-            True, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION,
-            QUANTISED,
+            True, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION, QUANTISED,
         )  # fmt: skip
     if QUANTISED:
         out *= tl.load(kv_scales + NUM_KV_HEADS + kv_head)
