@@ -5,7 +5,7 @@ a replayed graph, as a share of the bandwidth of a copy measured in the same run
 by arithmetic: its useful operations, and the rate of a square matrix product measured in the same
 run.
 
-    python benchmarks/attention_gpu.py [--out FILE]
+    python benchmarks/attention_gpu.py [--kv-cache-dtype fp8] [--out FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from zipage.attention.backend import QKVTransform, StepInputs
 from zipage.attention.triton_backend import TritonBackend
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.quantisation import KV_DTYPES
 from zipage.models.rope import RopeParameters, build_rope_tables
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -69,19 +70,44 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / timed(lambda: torch.mm(a, b, out=out))
 
 
+def fill_with_tokens(cache: KVCache) -> None:
+    """Normal keys and values; in fp8 bytes that are numbers, spread over the whole range."""
+    if cache.spec.is_quantised:
+        cache.kv_scales.fill_(2.0**-7)
+        for layer in cache.kv_bits:
+            layer.random_(0, 0x7F)
+    else:
+        cache.kv.normal_()
+
+
 class Scene:
     """Sequences in a pool of several layers; layers are cycled so that L2 holds nothing."""
 
-    def __init__(self, lens: list[int], fresh: list[int], block_size: int, layers: int) -> None:
+    def __init__(
+        self,
+        lens: list[int],
+        fresh: list[int],
+        block_size: int,
+        layers: int,
+        kv_dtype: torch.dtype | None,
+    ) -> None:
         self.lens, self.fresh, self.layers = lens, fresh, layers
         blocks = [-(-n // block_size) for n in lens]
         ids = list(range(sum(blocks)))
         random.Random(0).shuffle(ids)
         spec = KVCacheSpec(
-            layers, len(ids), block_size, HEADS, KV_HEADS, DIM, torch.bfloat16, DEVICE
+            layers,
+            len(ids),
+            block_size,
+            HEADS,
+            KV_HEADS,
+            DIM,
+            torch.bfloat16,
+            DEVICE,
+            kv_dtype=kv_dtype,
         )
         self.cache = KVCache(spec)
-        self.cache.kv.normal_()
+        fill_with_tokens(self.cache)
         self.backend = TritonBackend(self.cache, DIM**-0.5, len(lens))
         table = np.zeros((len(lens), max(blocks)), dtype=np.int32)
         for row, count in enumerate(blocks):
@@ -140,7 +166,7 @@ class Scene:
         return timed(whole) / self.layers, timed(attention) / self.layers
 
 
-def decode_rows(bandwidth: float) -> list[dict[str, float | str]]:
+def decode_rows(bandwidth: float, kv_dtype: torch.dtype | None) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     cases = [
         (batch, length, block)
@@ -154,9 +180,9 @@ def decode_rows(bandwidth: float) -> list[dict[str, float | str]]:
     mixed = [min(16384, max(512, int(draw.lognormvariate(8.77, 0.7)))) for _ in range(32)]
     for batch, length, block in [*cases, (len(mixed), 0, 256)]:
         lens = [length] * batch if length else mixed
-        read = sum(lens) * 2 * KV_HEADS * DIM * 2
+        read = sum(lens) * 2 * KV_HEADS * DIM * (kv_dtype or torch.bfloat16).itemsize
         layers = max(2, min(36, int(16e9 // read)))
-        whole, attention = Scene(lens, [1] * batch, block, layers).seconds()
+        whole, attention = Scene(lens, [1] * batch, block, layers, kv_dtype).seconds()
         rows.append(
             {
                 "case": f"decode {batch} x {length or 'mixed'} block {block}",
@@ -171,7 +197,7 @@ def decode_rows(bandwidth: float) -> list[dict[str, float | str]]:
     return rows
 
 
-def prefill_rows(rate: float) -> list[dict[str, float | str]]:
+def prefill_rows(rate: float, kv_dtype: torch.dtype | None) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     for name, lens, fresh in (
         ("prefill 1 x 8192", [8192], [8192]),
@@ -180,7 +206,7 @@ def prefill_rows(rate: float) -> list[dict[str, float | str]]:
         ("prefill 64 x 128", [128] * 64, [128] * 64),
     ):
         pairs = sum(q * (n - q) + q * (q + 1) / 2 for n, q in zip(lens, fresh, strict=True))
-        whole, attention = Scene(lens, fresh, 256, 4).seconds()
+        whole, attention = Scene(lens, fresh, 256, 4, kv_dtype).seconds()
         done = 4 * pairs * HEADS * DIM
         rows.append(
             {
@@ -198,15 +224,18 @@ def prefill_rows(rate: float) -> list[dict[str, float | str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES), default="auto")
+    args = parser.parse_args()
+    out, kv_dtype = args.out, KV_DTYPES[args.kv_cache_dtype]
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")
     torch.cuda.empty_cache()
-    rows = decode_rows(bandwidth) + prefill_rows(rate)
+    rows = decode_rows(bandwidth, kv_dtype) + prefill_rows(rate, kv_dtype)
     if out is not None:
         setting = {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
+            "kv_cache_dtype": args.kv_cache_dtype,
             "copy_bytes_per_second": bandwidth,
             "matmul_ops_per_second": rate,
         }

@@ -1,6 +1,6 @@
 """Time of one compression on a CUDA device, split by kernel, against what the device can do.
 
-    python benchmarks/compression_gpu.py [--out FILE] [--reference]
+    python benchmarks/compression_gpu.py [--kv-cache-dtype fp8] [--out FILE] [--reference]
 
 The shape is Qwen3-8B's (36 layers, 32 query and 8 KV heads of 128, bf16). Jobs of several
 requests take turns, so that the L2 cache holds nothing of the next one. A kernel's share of the
@@ -22,6 +22,7 @@ import torch
 
 from zipage.bench.roofline import measure_copy_bandwidth
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.quantisation import KV_DTYPES, quantise
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.kernels import KernelChoice
@@ -64,7 +65,7 @@ class TimedKernel:
         return launch
 
 
-def make_cache(blocks: int, block_size: int, window: int) -> KVCache:
+def make_cache(blocks: int, block_size: int, window: int, kv_dtype: torch.dtype | None) -> KVCache:
     cache = KVCache(
         KVCacheSpec(
             num_layers=LAYERS,
@@ -77,9 +78,16 @@ def make_cache(blocks: int, block_size: int, window: int) -> KVCache:
             device=DEVICE,
             window=window,
             num_query_slots=REQUESTS,
+            kv_dtype=kv_dtype,
         )
     )
-    cache.kv.normal_()
+    if kv_dtype is None:
+        cache.kv.normal_()
+    else:
+        cache.kv_scales.fill_(2.0**-7)
+        normal = torch.empty(cache.kv.shape[1:], dtype=torch.bfloat16, device=DEVICE)
+        for bits, scales in zip(cache.kv_bits, cache.kv_scales, strict=True):
+            bits.copy_(quantise(normal.normal_(), scales[:, :, None, None]))
     cache.queries.normal_()
     cache.scores.uniform_()
     # Blocks of the requests alternate; each request's are a text in order.
@@ -111,10 +119,10 @@ def make_jobs(blocks: int, block_size: int) -> list[CompressionJob]:
     return jobs
 
 
-def least_bytes(job: CompressionJob, stable: bool) -> dict[str, int]:
+def least_bytes(job: CompressionJob, stable: bool, itemsize: int) -> dict[str, int]:
     """Bytes each kernel has to read and write at least."""
     pairs = LAYERS * KV_HEADS
-    rows = pairs * job.length * DIM * 2
+    rows = pairs * job.length * DIM * itemsize
     per_token = pairs * job.length * 4
     moved = job.keep if stable else job.length - job.keep
     return {
@@ -125,7 +133,7 @@ def least_bytes(job: CompressionJob, stable: bool) -> dict[str, int]:
         "spared_means": 5 * per_token,
         "select_and_plan": 4 * per_token,
         # Each moved key and value is read and written.
-        "move_survivors": pairs * moved * (2 * 2 * DIM * 2 + 16),
+        "move_survivors": pairs * moved * (2 * 2 * DIM * itemsize + 16),
     }
 
 
@@ -168,7 +176,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--reference", action="store_true", help="time the torch path as well")
+    parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES), default="auto")
     args = parser.parse_args()
+    kv_dtype = KV_DTYPES[args.kv_cache_dtype]
 
     bandwidth = measure_copy_bandwidth(DEVICE)
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
@@ -176,6 +186,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "copy_bandwidth": bandwidth,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "cases": [],
     }
     cases: list[tuple[str, dict[str, object], str]] = [
@@ -190,7 +201,7 @@ def main() -> None:
         jobs = make_jobs(blocks, block_size)
         for name, options, compaction_plan in cases:
             window = default_window(name)
-            cache = make_cache(blocks, block_size, window)
+            cache = make_cache(blocks, block_size, window, kv_dtype)
             common = CompressionOptions(window=window, compaction=compaction_plan)
             policy = make_policy(name, options)
 
@@ -205,7 +216,7 @@ def main() -> None:
             fused = compressor("triton")
             device_seconds, host_seconds = measure(fused, jobs, args.rounds)
             kernels = measure_kernels(fused, jobs)
-            floor = least_bytes(jobs[0], compaction_plan == "stable")
+            floor = least_bytes(jobs[0], compaction_plan == "stable", cache.kv.dtype.itemsize)
             reference = None
             if args.reference:
                 reference = measure(compressor("torch"), jobs[:1], 3)[0]

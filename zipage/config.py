@@ -58,6 +58,9 @@ class EngineConfig:
         tokenizer: directory or hub id of the tokenizer; None for the model's own.
         revision: hub revision of both.
         dtype: ``auto`` (the checkpoint's on CUDA, float32 on CPU), float32, bfloat16 or float16.
+        kv_cache_dtype: dtype of stored keys and values: ``auto`` (the model's) or ``fp8``, also
+            named ``fp8_e4m3``: half the bytes of bfloat16, scales are found at the start. Not with
+            the ``native`` attention backend. See docs/compression.md.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights; config.json is
             enough).
@@ -105,6 +108,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
     model_shape: str | None = None
@@ -173,6 +177,12 @@ class EngineConfig:
         self._check_choice("compaction", ("holes", "stable"))
         self._check_choice("admission", ("bounded", "optimistic"))
         self._check_choice("attention_backend", ("auto", "torch", "native", "triton"))
+        self._check_choice("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
+        if self.attention_backend == "native" and self.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: attention_backend='native' stores keys "
+                f"and values in float32 only; use attention_backend='auto' or 'torch'"
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={shown(self.device)}: legal are auto, cpu, cuda and cuda:N")
         self._check_int("block_size", 16, _LARGEST_BLOCK)

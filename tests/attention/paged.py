@@ -10,6 +10,7 @@ import torch
 
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.quantisation import dequantise
 
 MAX_POSITIONS = 4096
 
@@ -62,7 +63,10 @@ class Piece:
 
 @dataclass
 class Paged:
-    """A cache full of NaN whose blocks are handed out in random order."""
+    """A cache full of NaN whose blocks are handed out in random order.
+
+    With `kv_dtype` every head has another scale.
+    """
 
     geometry: Geometry
     seed: int = 0
@@ -72,6 +76,7 @@ class Paged:
     window: int = 4
     query_slots: int = 2
     device: str = "cpu"
+    kv_dtype: torch.dtype | None = None
     random: torch.Generator = field(init=False)
     cache: KVCache = field(init=False)
     transform: QKVTransform = field(init=False)
@@ -92,9 +97,15 @@ class Paged:
                 device=torch.device(self.device),
                 window=self.window,
                 num_query_slots=self.query_slots,
+                kv_dtype=self.kv_dtype,
             )
         )
-        self.cache.kv.fill_(float("nan"))
+        if self.kv_dtype is None:
+            self.cache.kv.fill_(float("nan"))
+        else:
+            self.cache.kv_bits.fill_(0x7F)
+            exponents = torch.arange(self.cache.kv_scales.numel()) % 5 - 6
+            self.cache.kv_scales.copy_((2.0**exponents).view(self.cache.kv_scales.shape))
         self.cache.queries.fill_(float("nan"))
         rotary = g.dim // 2 * 2 if g.rotary is None else g.rotary
         angles = (
@@ -215,10 +226,26 @@ class Paged:
 
         return norm_and_rotate(q, t.q_norm), norm_and_rotate(k, t.k_norm), v
 
-    def expected(self, text: Text) -> torch.Tensor:
-        """Attention of every token to itself and those before, ``[L, Q * D]`` in float64."""
+    def stored(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[done, H, D]`` of a text as they are in the first layer's cache."""
+        cache = self.cache
+        bits = cache.kv_bits[0][text.blocks].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : text.done]
+        if self.kv_dtype is None:
+            return bits[0], bits[1]
+        scales = cache.kv_scales[0, :, None, :, None]
+        keys, values = dequantise(bits, scales, torch.float32).cpu()
+        return keys, values
+
+    def expected(self, text: Text, from_cache: bool = False) -> torch.Tensor:
+        """Attention of every token to itself and those before, ``[L, Q * D]`` in float64.
+
+        With `from_cache`, to the keys and values found in the cache.
+        """
         g = self.geometry
         q, k, v = self.heads(text)
+        if from_cache:
+            k, v = (x.double() for x in self.stored(text))
+            q = q[: len(k)]
         rows = []
         for i in range(len(q)):
             per_head = []

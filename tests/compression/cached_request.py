@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.quantisation import dequantise, quantise, scales_for
 from zipage.compression.job import CompressionJob
 
 # Not `native.available()`: a kernel that no longer builds must fail the tests, not skip them.
@@ -67,8 +68,20 @@ def clone(cache: KVCache) -> KVCache:
 def moved(cache: KVCache, device: str | torch.device) -> KVCache:
     """A copy on another device."""
     copy = KVCache(replace(cache.spec, device=torch.device(device)))
-    for name in ("kv", "scores", "positions", "queries"):
+    for name in ("kv_bits", "kv_scales", "scores", "positions", "queries"):
         getattr(copy, name).copy_(getattr(cache, name))
+    return copy
+
+
+def quantised(cache: KVCache) -> KVCache:
+    """A copy with keys and values in fp8; the scale of every head is another one."""
+    copy = KVCache(replace(cache.spec, kv_dtype=torch.float8_e4m3fn))
+    for name in ("scores", "positions", "queries"):
+        getattr(copy, name).copy_(getattr(cache, name))
+    largest = cache.kv.abs().amax(dim=(1, 4, 5)).float()
+    heads = torch.arange(largest.numel()).view(largest.shape)
+    copy.kv_scales.copy_(scales_for(largest * 2.0 ** (heads % 5), cache.spec.dtype))
+    copy.kv_bits.copy_(quantise(cache.kv, copy.kv_scales[:, None, :, :, None, None]))
     return copy
 
 
@@ -125,7 +138,20 @@ def gather(state: torch.Tensor, blocks: Sequence[int], length: int) -> torch.Ten
 
 
 def keys_of(cache: KVCache, blocks: Sequence[int], length: int) -> torch.Tensor:
-    return gather(cache.kv[:, :, 0], blocks, length)
+    """``[L, H, length, D]``."""
+    return _tokens_of(cache, 0, blocks, length)
+
+
+def values_of(cache: KVCache, blocks: Sequence[int], length: int) -> torch.Tensor:
+    """``[L, H, length, D]``."""
+    return _tokens_of(cache, 1, blocks, length)
+
+
+def _tokens_of(cache: KVCache, index: int, blocks: Sequence[int], length: int) -> torch.Tensor:
+    bits = gather(cache.kv_bits[:, :, index], blocks, length)
+    if not cache.spec.is_quantised:
+        return bits
+    return dequantise(bits, cache.kv_scales[:, index, :, None, None], cache.spec.dtype)
 
 
 def positions_before(cache: KVCache, job: CompressionJob) -> torch.Tensor:
@@ -142,7 +168,7 @@ def tokens_by_position(
     """For each layer and head: text position -> the token found there."""
     length = positions.shape[-1]
     keys = keys_of(cache, blocks, length).contiguous().view(torch.uint8).numpy()
-    values = gather(cache.kv[:, :, 1], blocks, length).contiguous().view(torch.uint8).numpy()
+    values = values_of(cache, blocks, length).contiguous().view(torch.uint8).numpy()
     found = []
     for layer in range(keys.shape[0]):
         for head in range(keys.shape[1]):

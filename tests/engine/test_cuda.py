@@ -69,6 +69,35 @@ def test_cuda_gives_the_texts_of_the_cpu(
         assert sum(output.metrics.preemptions for output in outputs) > 0
 
 
+def test_fp8_kv_cache_gives_the_texts_of_the_cpu(
+    asks: list[tuple[list[int], SamplingParams]],
+) -> None:
+    """Under graphs and ahead; a number that is rounded the other way changes little."""
+    texts, scales = [], []
+    options: dict[str, Any]
+    for options in ({}, {"device": "cuda", "dtype": "float32"}):
+        with make_llm(kv_cache_dtype="fp8", **options) as llm:
+            outputs = llm.generate([p for p, _ in asks], [s for _, s in asks])
+            assert_empty(llm)
+            scales.append(llm.engine.core.runner.cache.kv_scales.cpu())
+        texts.append([tokens_of(output) for output in outputs])
+    assert torch.equal(*scales)
+    equal = sum(one == other for one, other in zip(*texts, strict=True))
+    print(f"fp8: {equal} of {len(asks)} texts equal")
+    assert equal >= LEAST_EQUAL * len(asks)
+
+
+def test_fp8_kv_cache_in_bfloat16(asks: list[tuple[list[int], SamplingParams]]) -> None:
+    """The kernels for 16 bits, with a pool of half the bytes."""
+    with make_llm(kv_cache_dtype="fp8", device="cuda", dtype="bfloat16") as llm:
+        runner = llm.engine.core.runner
+        assert runner.backend.name == "triton" and runner.graphs is not None
+        assert runner.cache.spec.bytes_per_token == 2 * 8 * 2 * 64
+        outputs = llm.generate([p for p, _ in asks], [s for _, s in asks])
+        assert all(output.error is None for output in outputs)
+        assert_empty(llm)
+
+
 def test_synchronous_runs_are_equal(asks: list[tuple[list[int], SamplingParams]]) -> None:
     """Without anything that depends on time, twice the same work gives twice the same bits."""
     options: dict[str, Any] = {"async_scheduling": False, "async_compression": False}

@@ -1,8 +1,9 @@
 """Compiles the compression kernels for an H100/H200 (sm_90), on a machine that need not have one.
 
-    python -m tests.kernels.compile_compression bfloat16 128 4 24 256
+    python -m tests.kernels.compile_compression bfloat16 128 4 24 256 [fp8]
 
-takes dtype, head_dim, query heads per KV head, window and block size, and prints a line of JSON
+takes dtype, head_dim, query heads per KV head, window, block size and whether the cache is
+quantised, and prints a line of JSON
 for each distinct kernel that `TritonKernels` would launch. A process of its own, since Triton
 decides at import whether it compiles or interprets.
 """
@@ -24,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tests.compression.cached_request import make_cache, make_job
+from tests.compression.cached_request import make_cache, make_job, quantised
 from zipage.compression.triton_kernels import TritonKernels
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
@@ -33,6 +34,8 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     int: "i32",
     float: "fp32",
@@ -41,7 +44,7 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 
 def launches(
-    dtype: torch.dtype, dim: int, group: int, window: int, block_size: int
+    dtype: torch.dtype, dim: int, group: int, window: int, block_size: int, fp8: bool
 ) -> Iterator[Launch]:
     """Kernel, arguments and keyword arguments of what the methods launch, nothing being run."""
     made: list[Launch] = []
@@ -55,7 +58,7 @@ def launches(
     cache = make_cache(
         blocks=6, block_size=block_size, layers=1, group=group, dim=dim, window=window, dtype=dtype
     )
-    kernels = TritonKernels(cache)
+    kernels = TritonKernels(quantised(cache) if fp8 else cache)
     for length in (3 * block_size, 5000):
         blocks = -(-length // block_size)
         job = make_job(
@@ -118,7 +121,7 @@ def compile_launch(
 def main() -> None:
     dtype = getattr(torch, sys.argv[1])
     seen = set()
-    for launch in launches(dtype, *map(int, sys.argv[2:])):
+    for launch in launches(dtype, *map(int, sys.argv[2:6]), fp8=sys.argv[6:] == ["fp8"]):
         kernel, _, kwargs = launch
         key = (kernel.__name__, *sorted(kwargs.items()))
         if key not in seen:

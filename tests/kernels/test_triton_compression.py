@@ -19,13 +19,14 @@ import torch
 
 from tests.compression.cached_request import (
     clone,
-    gather,
     keys_of,
     make_cache,
     make_job,
     moved,
     positions_before,
+    quantised,
     tokens_after,
+    values_of,
 )
 from zipage.cache.kv_cache import KVCache
 from zipage.compression import scores
@@ -67,6 +68,7 @@ class Case:
     num_scored: int = 0
     layers: int = 1
     kv_heads: int = 2
+    fp8: bool = False
 
     def make(self, seed: int = 0) -> tuple[KVCache, CompressionJob]:
         cache = make_cache(
@@ -91,7 +93,7 @@ class Case:
             num_tokens=self.length + (50 if self.num_scored else 0),
             seed=seed,
         )
-        return cache, job
+        return quantised(cache) if self.fp8 else cache, job
 
 
 SMALL = [
@@ -100,6 +102,8 @@ SMALL = [
     Case(fp16, 96, 7, 32, 5, 129, 3, num_scored=96),
     Case(fp32, 64, 3, 16, 1, 33, 1),
     Case(bf16, 64, 2, 16, 16, 64, 2, num_scored=64),
+    Case(bf16, 40, 3, 16, 5, 60, 2, num_scored=48, fp8=True),
+    Case(fp32, 16, 2, 16, 4, 45, 2, layers=2, fp8=True),
 ]
 LARGE = [
     Case(bf16, 128, 4, 256, 24, 2304, 8, num_scored=2048, layers=3, kv_heads=8),
@@ -107,6 +111,9 @@ LARGE = [
     Case(fp16, 80, 7, 48, 24, 1001, 12, num_scored=720, layers=2),
     Case(bf16, 256, 1, 16, 32, 515, 30, layers=2),
     Case(fp32, 128, 4, 64, 24, 4601, 9, num_scored=640, layers=2),
+    Case(bf16, 128, 4, 256, 24, 2304, 8, num_scored=2048, layers=3, kv_heads=8, fp8=True),
+    Case(fp16, 80, 7, 48, 24, 1001, 12, num_scored=720, layers=2, fp8=True),
+    Case(fp32, 64, 2, 64, 24, 515, 3, layers=2, fp8=True),
 ]
 CASES = [pytest.param("cpu", case, marks=on_cpu) for case in SMALL] + [
     pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in (SMALL[0], *LARGE)
@@ -164,11 +171,16 @@ def test_attention(device: str, case: Case) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("group", "window"), REDUCTIONS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
-@pytest.mark.parametrize("what", ["nan query", "nan key", "late nan key", "inf key", "large"])
+@pytest.mark.parametrize(
+    "what", ["nan query", "nan key", "late nan key", "inf key", "large", "nan fp8 key"]
+)
 def test_attention_of_abnormal_numbers(device: str, group: str, window: str, what: str) -> None:
     """NaN reaches what it reaches in the reference, and nothing else."""
     cache, job = Case(bf16, 16, 3, 16, 3, 70, 3).make()
-    if what == "large":
+    if what == "nan fp8 key":
+        cache = quantised(cache)
+        cache.kv_bits[0, job.source_blocks[2], 0, 0, 8, 3] = 0xFF
+    elif what == "large":
         cache.kv.mul_(30)
         cache.queries.mul_(30)
     elif what == "nan query":
@@ -226,7 +238,7 @@ def test_redundancy_of_abnormal_keys(device: str, local: bool, what: str) -> Non
 def test_value_norms(device: str, case: Case) -> None:
     cache, job = case.make()
     cache = moved(cache, device)
-    values = gather(cache.kv[:, :, 1], job.source_blocks, job.length).float()
+    values = values_of(cache, job.source_blocks, job.length).float()
     got = TritonKernels(cache).value_norms(job)
     assert_close(got, torch.linalg.vector_norm(values, dim=-1))
 
@@ -270,7 +282,7 @@ def test_select_and_compact(device: str, case: Case, seed: int, stable: bool) ->
     TritonKernels(got).select_and_compact(job, final, stored, case.window, protect_below, stable)
     assert torch.equal(got.positions, cache.positions)
     assert torch.equal(got.scores, cache.scores)
-    assert torch.equal(got.kv, cache.kv)
+    assert torch.equal(got.kv_bits, cache.kv_bits)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -285,8 +297,9 @@ def test_jobs_do_not_share_block_tables(device: str) -> None:
     assert not torch.equal(norms[0], norms[1])
 
 
-COMPRESSED = [pytest.param("cpu", SMALL[0], marks=on_cpu)] + [
-    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in (SMALL[0], LARGE[0])
+COMPRESSED = [pytest.param("cpu", case, marks=on_cpu) for case in (SMALL[0], SMALL[6])] + [
+    pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda])
+    for case in (SMALL[0], LARGE[0], LARGE[5])
 ]
 
 
@@ -400,6 +413,7 @@ def compiled(*shape: object) -> list[dict[str, object]]:
     "shape",
     [
         ("bfloat16", 128, 4, 24, 256),
+        ("bfloat16", 128, 4, 24, 256, "fp8"),
         *(
             pytest.param(shape, marks=pytest.mark.slow)
             for shape in (
@@ -409,6 +423,8 @@ def compiled(*shape: object) -> list[dict[str, object]]:
                 ("float16", 96, 2, 16, 64),
                 ("float32", 128, 4, 24, 256),
                 ("float32", 64, 1, 16, 64),
+                ("bfloat16", 80, 7, 24, 48, "fp8"),
+                ("float32", 128, 4, 24, 256, "fp8"),
             )
         ),
     ],

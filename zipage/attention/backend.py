@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from zipage.cache.kv_cache import KVCache
+from zipage.cache.quantisation import converts_fp8
 from zipage.errors import ConfigError
 
 
@@ -133,7 +134,12 @@ def make_backend(
     on_cuda = spec.device.type == "cuda"
     if name == "triton" or (name == "auto" and on_cuda and spec.head_dim <= 256):
         return _make_triton(name, cache, scale, max_sequences)
-    fits = spec.device.type == "cpu" and spec.dtype == torch.float32 and spec.head_dim <= 256
+    fits = (
+        spec.device.type == "cpu"
+        and spec.dtype == torch.float32
+        and spec.head_dim <= 256
+        and not spec.is_quantised
+    )
     if name in ("auto", "native") and fits:
         from zipage.kernels import native
 
@@ -143,8 +149,9 @@ def make_backend(
             return NativeBackend(cache, scale)
     if name == "native":
         raise ConfigError(
-            f"attention_backend='native' needs device cpu, dtype float32 and head_dim <= 256, "
-            f"got {spec.device}, {spec.dtype} and {spec.head_dim}"
+            f"attention_backend='native' needs device cpu, dtype float32, head_dim <= 256 and "
+            f"kv_cache_dtype='auto', got {spec.device}, {spec.dtype}, {spec.head_dim} and "
+            f"{spec.kv_dtype or spec.dtype}"
         )
     from zipage.attention.torch_backend import TorchBackend
 
@@ -162,6 +169,12 @@ def _make_triton(name: str, cache: KVCache, scale: float, max_sequences: int) ->
         ) from error
     if spec.head_dim > 256:
         raise ConfigError(f"attention_backend='triton' needs head_dim <= 256, got {spec.head_dim}")
+    if spec.device.type == "cuda" and spec.is_quantised and not converts_fp8(spec.device):
+        raise ConfigError(
+            f"kv_cache_dtype='fp8' with attention_backend='triton' needs a GPU of compute "
+            f"capability 8.9 (Ada, Hopper) or newer, which {spec.device} is not: use 'auto', or "
+            f"attention_backend='torch'"
+        )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if spec.device.type != "cuda" and not interpreted:
         raise ConfigError(

@@ -75,7 +75,7 @@ class NativeBackend(AttentionBackend):
     A step whose metadata is out of range raises before anything is written.
 
     Raises:
-        ValueError: the cache is not fp32 on the CPU, or head_dim > 256.
+        ValueError: the cache is not fp32 on the CPU, or quantised, or head_dim > 256.
         NativeUnavailable: the kernels cannot be built on this machine.
     """
 
@@ -89,6 +89,8 @@ class NativeBackend(AttentionBackend):
                 f"attention backend 'native' needs device cpu and dtype float32, "
                 f"got {spec.device} and {spec.dtype}"
             )
+        if spec.is_quantised:
+            raise ValueError("attention backend 'native' reads no quantised keys and values")
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim {spec.head_dim} exceeds {MAX_HEAD_DIM}")
         self._forward = native.load().zp_attn_forward

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, on_host
 from zipage.cache.kv_cache import KVCache
+from zipage.cache.quantisation import dequantise, quantise
 
 # Most elements of keys and values that are gathered at once.
 _GATHER_ELEMENTS = 1 << 26
@@ -169,14 +170,12 @@ class TorchBackend(AttentionBackend):
         k = _rotate(_normalise(k, transform.k_norm, transform.norm_eps), plan.cos, plan.sin)
         self._write(layer, q, torch.stack((k, v), dim=1), plan)
 
-        entries = self.cache.kv[layer].view(-1, dim)
+        entries = self.cache.kv_bits[layer].view(-1, dim)
         out = torch.zeros_like(q) if plan.padded else torch.empty_like(q)
         for decodes in plan.decodes:
-            keys, values = (
-                entries.index_select(0, decodes.entries)
-                .view(len(decodes.rows), 2, kv_heads, -1, dim)
-                .unbind(1)
-            )
+            tokens = entries.index_select(0, decodes.entries)
+            tokens = tokens.view(len(decodes.rows), 2, kv_heads, -1, dim)
+            keys, values = self._restored(layer, tokens).unbind(1)
             # The query heads of a group stand in as query positions of their KV head.
             queries = q[decodes.rows].view(-1, kv_heads, heads // kv_heads, dim)
             attended = F.scaled_dot_product_attention(
@@ -184,9 +183,10 @@ class TorchBackend(AttentionBackend):
             )
             out[decodes.rows] = attended.reshape(-1, heads, dim)
         for prefill in plan.prefills:
+            tokens = entries.index_select(0, prefill.entries).view(2, kv_heads, -1, dim)
             keys, values = (
-                entries.index_select(0, prefill.entries)
-                .view(2, kv_heads, 1, -1, dim)
+                self._restored(layer, tokens)
+                .unsqueeze(2)
                 .expand(2, kv_heads, heads // kv_heads, -1, dim)
                 .unbind(0)
             )
@@ -215,11 +215,20 @@ class TorchBackend(AttentionBackend):
         self._last_layer = layer
         return plan
 
+    def _restored(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Stored keys and values ``[..., 2, H, T, D]`` as numbers to compute with."""
+        if not self.cache.spec.is_quantised:
+            return tokens
+        scales = self.cache.kv_scales[layer, :, :, None, None]
+        return dequantise(tokens, scales, self.cache.spec.dtype)
+
     def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: _StepPlan) -> None:
         """Store keys and values ``kv [T', 2, H, D]`` and captured queries ``q [T', Q, D]``."""
-        cache, to = self.cache.kv[layer], plan.keys
+        cache, to = self.cache.kv_bits[layer], plan.keys
         block = to.target // self.cache.spec.block_size
         offset = to.target % self.cache.spec.block_size
+        if self.cache.spec.is_quantised:
+            kv = quantise(kv, self.cache.kv_scales[layer].unsqueeze(-1))
         fresh = kv[to.source]
         old = cache[block, :, :, offset]
         cache[block, :, :, offset] = torch.where(to.written, fresh, old)

@@ -153,6 +153,7 @@ def describe_setting(llm: LLM) -> dict[str, Any]:
     return {
         **describe_machine(str(runner.device)),
         "dtype": str(runner.model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(runner.cache.kv.dtype).removeprefix("torch."),
         "attention_backend": runner.backend.name,
     }
 

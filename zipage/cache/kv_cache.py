@@ -14,7 +14,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Shape of a KV pool. `window` and `num_query_slots` are 0 when nothing is ever compressed."""
+    """Shape of a KV pool. `window` and `num_query_slots` are 0 when nothing is ever compressed.
+
+    `dtype` is that of queries, keys and values in computations; `kv_dtype` that of stored keys and
+    values, None for the same.
+    """
 
     num_layers: int
     num_blocks: int
@@ -26,11 +30,18 @@ class KVCacheSpec:
     device: torch.device
     window: int = 0
     num_query_slots: int = 0
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values are stored with scales, see `zipage.cache.quantisation`."""
+        return self.kv_dtype is not None
 
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token, all layers and KV heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        itemsize = (self.kv_dtype or self.dtype).itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @property
     def score_bytes_per_token(self) -> int:
@@ -50,6 +61,10 @@ class KVCache:
     M query slots, w window):
 
         kv: ``[L, N, 2, H, b, D]``; index 0 of dim 2 is keys (after RoPE), 1 is values.
+        kv_bits: the same memory to copy from and to: uint8 if keys and values are quantised, for
+            torch can hardly move 8-bit floats.
+        kv_scales: ``[L, 2, H]`` fp32, what stored keys and values are to be multiplied with if
+            they are quantised; else 1.
         scores: ``[L, N, H, b]`` fp32, the score stored with a token when it was last scored.
         positions: ``[L, N, H, b]`` int32, the text position of a token, written at compression
             (before the first one a token's position is its slot).
@@ -70,7 +85,17 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=s.device)
 
         self.kv = zeros(
-            s.num_layers, s.num_blocks, 2, s.num_kv_heads, s.block_size, s.head_dim, dtype=s.dtype
+            s.num_layers,
+            s.num_blocks,
+            2,
+            s.num_kv_heads,
+            s.block_size,
+            s.head_dim,
+            dtype=s.kv_dtype or s.dtype,
+        )
+        self.kv_bits = self.kv.view(torch.uint8) if s.is_quantised else self.kv
+        self.kv_scales = torch.ones(
+            s.num_layers, 2, s.num_kv_heads, dtype=torch.float32, device=s.device
         )
         self.scores = zeros(s.num_layers, scored, s.num_kv_heads, s.block_size, dtype=torch.float32)
         self.positions = zeros(

@@ -80,8 +80,8 @@ def move_tokens(
     scatter_state(cache.scores, torch.zeros_like(positions) if stored is None else stored)
 
     for layer in range(layers):
-        tokens = cache.kv[layer].index_select(0, source)  # [n, 2, H, b, D], a copy
+        tokens = cache.kv_bits[layer].index_select(0, source)  # [n, 2, H, b, D], a copy
         tokens = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, H, n * b, D]
         index = slots[layer, None, :, :, None].expand(2, -1, -1, tokens.shape[-1])
         moved = tokens.gather(2, index).view(2, kv_heads, keep // b, b, -1)
-        cache.kv[layer].index_copy_(0, target, moved.permute(2, 0, 1, 3, 4))
+        cache.kv_bits[layer].index_copy_(0, target, moved.permute(2, 0, 1, 3, 4))

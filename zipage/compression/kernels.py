@@ -9,6 +9,7 @@ from typing import Literal, Protocol, get_args
 import torch
 
 from zipage.cache.kv_cache import KVCache
+from zipage.cache.quantisation import converts_fp8
 from zipage.compression.job import CompressionJob
 from zipage.compression.scores import Reduction
 from zipage.errors import ConfigError
@@ -62,7 +63,8 @@ class CompressionKernels(Protocol):
 
 
 def _fits_native(cache: KVCache) -> bool:
-    return cache.spec.device.type == "cpu" and cache.spec.dtype == torch.float32
+    spec = cache.spec
+    return spec.device.type == "cpu" and spec.dtype == torch.float32 and not spec.is_quantised
 
 
 def _fits_triton(cache: KVCache) -> bool:
@@ -72,6 +74,7 @@ def _fits_triton(cache: KVCache) -> bool:
         (spec.device.type == "cuda" or interpreted)
         and spec.dtype in _TRITON_DTYPES
         and spec.head_dim <= _TRITON_MAX_DIM
+        and (spec.device.type != "cuda" or not spec.is_quantised or converts_fp8(spec.device))
     )
 
 
@@ -97,7 +100,7 @@ def make_kernels(
     if choice == "native" and not _fits_native(cache):
         raise ConfigError(
             "native compression needs device cpu and dtype float32, "
-            f"got {spec.device} and {spec.dtype}"
+            f"got {spec.device} and {spec.kv_dtype or spec.dtype}"
         )
     has_triton = importlib.util.find_spec("triton") is not None
     if choice == "triton" and not (_fits_triton(cache) and has_triton):

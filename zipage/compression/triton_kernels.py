@@ -70,6 +70,7 @@ class TritonKernels:
         self._tokens = {**self._paging, "DIM": spec.head_dim, "DIM_PAD": dim_pad}
         self._attention = {
             **self._tokens,
+            "QUANTISED": spec.is_quantised,
             "GROUP": group,
             "GROUP_PAD": group_pad,
             "WINDOW": spec.window,
@@ -131,11 +132,12 @@ class TritonKernels:
         table = self._table(job)
         with self._on_device():
             window_attention.window_statistics[(num_parts, row_chunks, self._pairs)](
-                cache.queries, cache.kv, table, maxima, sums, *scalars, **shape
+                cache.queries, cache.kv, cache.kv_scales, table, maxima, sums, *scalars, **shape
             )
             window_attention.window_scores[(num_parts, 1, self._pairs)](
                 cache.queries,
                 cache.kv,
+                cache.kv_scales,
                 table,
                 maxima,
                 sums,
@@ -181,6 +183,7 @@ class TritonKernels:
                 *scalars,
                 threshold,
                 NORM_EPS=_NORM_EPS,
+                QUANTISED=cache.spec.is_quantised,
                 COLUMNS=columns,
                 ROWS=rows,
                 num_warps=8 if columns > 64 else 4,
@@ -210,11 +213,13 @@ class TritonKernels:
         with self._on_device():
             redundancy.value_norms[(_ceil_div(job.length, tile), self._pairs)](
                 self._cache.kv,
+                self._cache.kv_scales,
                 table,
                 out,
                 self._cache.spec.num_blocks,
                 job.length,
                 TILE=tile,
+                QUANTISED=self._cache.spec.is_quantised,
                 num_warps=4,
                 **self._tokens,
             )
@@ -279,7 +284,7 @@ class TritonKernels:
                 **self._paging,
             )
             compaction.move_survivors[(1 if stable else tiles, 2, self._pairs)](
-                cache.kv,
+                cache.kv_bits,
                 *tensors,
                 blocks,
                 job.length,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from zipage.cache.kv_cache import KVCache
+from zipage.cache.quantisation import dequantise
 from zipage.compression import scores
 from zipage.compression.compactor import block_indices
 from zipage.compression.job import CompressionJob
@@ -72,8 +73,12 @@ class CacheView:
         return block_indices(self._job.source_blocks, self.device)
 
     def _tokens(self, index: int) -> torch.Tensor:
-        blocks = self._cache.kv[:, :, index].index_select(1, self._blocks)  # [L, n, H, b, D]
-        return blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
+        cache = self._cache
+        blocks = cache.kv_bits[:, :, index].index_select(1, self._blocks)  # [L, n, H, b, D]
+        tokens = blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
+        if not cache.spec.is_quantised:
+            return tokens
+        return dequantise(tokens, cache.kv_scales[:, index, :, None, None], cache.spec.dtype)
 
     def _state(self, state: torch.Tensor) -> torch.Tensor:
         blocks = state.index_select(1, self._blocks)  # [L, n, H, b]

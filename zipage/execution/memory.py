@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
+from zipage.cache.quantisation import KV_DTYPES
 from zipage.config import EngineConfig, host_memory_available, parse_bytes
 from zipage.errors import ConfigError
 from zipage.execution.faults import is_out_of_memory
@@ -126,6 +127,7 @@ def pool_spec(
         device=device,
         window=config.resolved_window if config.compresses else 0,
         num_query_slots=config.resolved_query_slots,
+        kv_dtype=KV_DTYPES[config.kv_cache_dtype],
     )
 
 

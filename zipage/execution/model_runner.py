@@ -133,6 +133,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.memory_plan: MemoryPlan | None = None
         spec = pool_spec(config, mc, dtype, self.device)
+        self._kv_scales = self._find_kv_scales(spec, memory)
         if memory is not None:
             self.memory_plan = measure(self, spec, memory, free)
         spec = plan_pool(config, spec, self.max_model_len, self.memory_plan)
@@ -148,13 +149,15 @@ class ModelRunner:
                 self.graphs.capture_bytes >> 20,
             )
         logger.info(
-            "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens, attention backend %s",
+            "model %s (model_impl %s), %s on %s, %d KV blocks of %d tokens in %s, "
+            "attention backend %s",
             self.model_path or config.model_shape,
             mc.model_impl,
             dtype,
             self.device,
             self.cache.spec.num_blocks,
             config.block_size,
+            str(self.cache.kv.dtype).removeprefix("torch."),
             self.backend.name,
         )
 
@@ -196,9 +199,38 @@ class ModelRunner:
         parameters = count_parameters(self.model_config, dtype)
         raise weights_do_not_fit(memory, parameters, dtype, free) from cause
 
+    def _find_kv_scales(
+        self, spec: KVCacheSpec, memory: DeviceMemory | None
+    ) -> torch.Tensor | None:
+        """Scales of a quantised KV cache; None for one that is not."""
+        if not spec.is_quantised:
+            return None
+        from zipage.execution.kv_calibration import calibrate, calibration_tokens
+
+        tokenizer = self.config.tokenizer
+        if tokenizer is None and self.model_path is not None:
+            tokenizer = str(self.model_path)
+        vocab_size = self.model_config.vocab_size
+        token_ids = calibration_tokens(
+            tokenizer, self.config.revision, vocab_size, self.max_model_len
+        )
+        try:
+            return calibrate(self.model, spec, token_ids)
+        except Exception as error:
+            if memory is None or not is_out_of_memory(error):
+                raise
+            cause = without_frames(error)
+        raise ConfigError(
+            f"{self.device} is out of memory before there is a KV pool, finding the scales of "
+            f"kv_cache_dtype={self.config.kv_cache_dtype!r} from {len(token_ids)} tokens: take a "
+            "smaller model"
+        ) from cause
+
     def make_cache(self, spec: KVCacheSpec) -> None:
         """Allocate the KV pool."""
         self.cache = make_pool(spec)
+        if self._kv_scales is not None:
+            self.cache.kv_scales.copy_(self._kv_scales)
         self._row_owner: list[Request | None] = [None] * self.config.max_num_seqs
         self._row_version = [-1] * self.config.max_num_seqs
         self._row_blocks = [0] * self.config.max_num_seqs

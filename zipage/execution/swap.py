@@ -35,7 +35,7 @@ class HostSwap:
         """Copy blocks, their scores and positions, and a query slot's content to the host."""
         c = self._cache
         self._store[request_id] = _SwappedCache(
-            kv=_gather(c.kv, block_ids),
+            kv=_gather(c.kv_bits, block_ids),
             scores=_gather(c.scores, block_ids),
             positions=_gather(c.positions, block_ids),
             queries=None if query_slot is None else c.queries[:, query_slot].cpu().clone(),
@@ -45,7 +45,7 @@ class HostSwap:
         """Copy a request back, into these blocks and this query slot."""
         c = self._cache
         saved = self._store[request_id]
-        _scatter(c.kv, block_ids, saved.kv)
+        _scatter(c.kv_bits, block_ids, saved.kv)
         _scatter(c.scores, block_ids, saved.scores)
         _scatter(c.positions, block_ids, saved.positions)
         if saved.queries is not None and query_slot is not None:

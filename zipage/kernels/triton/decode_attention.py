@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from zipage.cache.kv_cache import KVCache
+from zipage.kernels.triton.fp8 import from_fp8, query_operand
 
 # Bytes of keys a program loads at once, and the most slots.
 _TILE_BYTES = 32768
@@ -31,6 +32,7 @@ _UNIT_OVERHEAD = 48
 def _decode_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer
+    kv_scales,  # [2, H] of the layer
     tables,  # [S, table_stride]
     units,  # [U, 4] sequence, row of q, first slot, end slot
     num_units,  # [1]
@@ -48,6 +50,7 @@ def _decode_kernel(
     GROUP_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     member = tl.arange(0, GROUP_PADDED)
@@ -69,6 +72,12 @@ def _decode_kernel(
             mask=query_mask,
             other=0.0,
         )
+        if QUANTISED:
+            wide: tl.constexpr = q.dtype.element_ty == tl.float32
+            query, factor = query_operand(query, wide)
+            logit_scale = (factor * (scale_log2 * tl.load(kv_scales + kv_head)))[:, None]
+        else:
+            logit_scale = scale_log2
         top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
         out = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
@@ -88,7 +97,10 @@ def _decode_kernel(
             pointer = kv + entry[:, None] * DIM + dim[None, :]
             key = tl.load(pointer, mask=mask, other=0.0)
             value = tl.load(pointer + NUM_KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
-            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
+            if QUANTISED:
+                key = from_fp8(key, wide)
+                value = from_fp8(value, wide, AT_ONCE=True)
+            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * logit_scale
             logits = tl.where(valid[None, :], logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp2(logits - new_top[:, None])
@@ -98,6 +110,8 @@ def _decode_kernel(
                 weights.to(value.dtype), value, input_precision=PRECISION
             )
             top = new_top
+        if QUANTISED:
+            out *= tl.load(kv_scales + NUM_KV_HEADS + kv_head)
         entry = unit * NUM_HEADS + head
         tl.store(
             partial + entry[:, None] * DIM + dim[None, :], out / total[:, None], mask=query_mask
@@ -264,6 +278,7 @@ class DecodeAttention:
         _decode_kernel[(self.num_programs,)](
             q,
             self.cache.kv[layer],
+            self.cache.kv_scales[layer],
             block_tables,
             plan.units,
             plan.num_units,
@@ -281,6 +296,7 @@ class DecodeAttention:
             GROUP_PADDED=max(16, triton.next_power_of_2(heads // kv_heads)),
             TILE=self._tile,
             PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
+            QUANTISED=spec.is_quantised,
             num_warps=4,
             num_stages=2,
         )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from zipage.cache.kv_cache import KVCache
+from zipage.kernels.triton.fp8 import from_fp8, query_operand
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _attend_tile(
     top,
     total,
     out,
-    scale_log2,
+    logit_scale,
     MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -37,6 +38,7 @@ def _attend_tile(
     DIM_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     """One step of the online softmax over the slots ``[first, first + TILE)``."""
     dim = tl.arange(0, DIM_PADDED)
@@ -56,7 +58,10 @@ def _attend_tile(
     else:
         key = tl.load(pointer)
         value = tl.load(pointer + NUM_KV_HEADS * BLOCK_SIZE * DIM)
-    logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale_log2
+    if QUANTISED:
+        key = from_fp8(key, query.dtype == tl.float32)
+        value = from_fp8(value, query.dtype == tl.float32)
+    logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * logit_scale
     if MASKED:
         logits = tl.where(slot[None, :] <= limit[:, None], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -71,6 +76,7 @@ def _attend_tile(
 def _prefill_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer
+    kv_scales,  # [2, H] of the layer
     tables,  # [S, table_stride]
     cache_lens,  # [S]
     tiles,  # [P, 4] sequence, its first row, first new token of the tile, number of new tokens
@@ -86,6 +92,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -108,6 +115,11 @@ def _prefill_kernel(
         mask=mask,
         other=0.0,
     )
+    if QUANTISED:
+        query, factor = query_operand(query, q.dtype.element_ty == tl.float32)
+        logit_scale = (factor * (scale_log2 * tl.load(kv_scales + kv_head)))[:, None]
+    else:
+        logit_scale = scale_log2
     # Rows without a token see what the last one sees: their softmax stays finite.
     limit = context + tl.minimum(token, fresh - 1)
     end = tl.minimum(cache_len, context + first + TOKENS)
@@ -118,14 +130,16 @@ def _prefill_kernel(
     out = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     for start in range(0, unmasked, TILE):
         top, total, out = _attend_tile(
-            query, kv, table, kv_head, start, limit, end, top, total, out, scale_log2,
-            False, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION,
+            query, kv, table, kv_head, start, limit, end, top, total, out, logit_scale,
+            False, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION, QUANTISED,
         )  # fmt: skip
     for start in range(unmasked, end, TILE):
         top, total, out = _attend_tile(
-            query, kv, table, kv_head, start, limit, end, top, total, out, scale_log2,
-            True, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION,
+            query, kv, table, kv_head, start, limit, end, top, total, out, logit_scale,
+            True, NUM_KV_HEADS, BLOCK_SIZE, DIM, DIM_PADDED, TILE, PRECISION, QUANTISED,
         )  # fmt: skip
+    if QUANTISED:
+        out *= tl.load(kv_scales + NUM_KV_HEADS + kv_head)
     pointer = attended + ((row + token)[:, None] * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
     tl.store(pointer, (out / total[:, None]).to(attended.dtype.element_ty), mask=mask)
 
@@ -199,6 +213,7 @@ class PrefillAttention:
         _prefill_kernel[(spec.num_kv_heads, len(plan.tiles))](
             q,
             self.cache.kv[layer],
+            self.cache.kv_scales[layer],
             block_tables,
             cache_lens,
             plan.tiles,
@@ -214,6 +229,7 @@ class PrefillAttention:
             ROWS=self._rows,
             TILE=self._tile,
             PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
+            QUANTISED=spec.is_quantised,
             num_warps=8 if self._rows >= 128 else 4,
             num_stages=3 if self._dim_padded <= 128 and spec.dtype.itemsize == 2 else 2,
         )

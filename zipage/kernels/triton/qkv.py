@@ -11,6 +11,7 @@ import triton.language as tl
 
 from zipage.attention.backend import QKVTransform, StepInputs
 from zipage.cache.kv_cache import KVCache
+from zipage.kernels.triton.fp8 import to_fp8
 
 # Heads a program handles.
 _HEADS = 8
@@ -20,6 +21,7 @@ _HEADS = 8
 def _qkv_kernel(
     qkv,  # [T', (Q + 2 H) D]
     kv,  # [N, 2, H, b, D] of the layer
+    kv_scales,  # [2, H] of the layer
     queries,  # [M w, Q, D] of the layer
     q_norm,
     k_norm,
@@ -38,6 +40,7 @@ def _qkv_kernel(
     REST_PADDED: tl.constexpr,
     NORM: tl.constexpr,
     CAPTURE: tl.constexpr,
+    QUANTISED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -90,11 +93,20 @@ def _qkv_kernel(
         # Keys of all heads, then values of all heads, lie one after another in a block.
         tile = (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS) + tl.maximum(head - NUM_HEADS, 0)
         target = kv + (tile * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * DIM
-        written = (exists & (head >= NUM_HEADS))[:, None]
-        tl.store(target + turn[None, :], first, mask=half_mask & written)
-        tl.store(target + HALF + turn[None, :], second, mask=half_mask & written)
+        written = exists & (head >= NUM_HEADS)
+        kv_first, kv_second = first, second
         if REST_PADDED > 0:
-            tl.store(target + 2 * HALF + kept[None, :], rest, mask=rest_mask & written)
+            kv_rest = rest
+        if QUANTISED:
+            scale = tl.load(kv_scales + head - NUM_HEADS, mask=written, other=1.0)[:, None]
+            kv_first, kv_second = to_fp8(first, scale), to_fp8(second, scale)
+            if REST_PADDED > 0:
+                kv_rest = to_fp8(rest, scale)
+        written = written[:, None]
+        tl.store(target + turn[None, :], kv_first, mask=half_mask & written)
+        tl.store(target + HALF + turn[None, :], kv_second, mask=half_mask & written)
+        if REST_PADDED > 0:
+            tl.store(target + 2 * HALF + kept[None, :], kv_rest, mask=rest_mask & written)
 
     if CAPTURE:
         entry = tl.load(capture + row)
@@ -141,6 +153,7 @@ def prepare_qkv(
     _qkv_kernel[grid](
         qkv,
         cache.kv[layer],
+        cache.kv_scales[layer],
         cache.queries[layer] if step.any_capture else qkv,
         transform.q_norm if norm else qkv,
         transform.k_norm if norm else qkv,
@@ -159,6 +172,7 @@ def prepare_qkv(
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
         NORM=norm,
         CAPTURE=step.any_capture,
+        QUANTISED=spec.is_quantised,
         HEADS=_HEADS,
         num_warps=4,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zipage.kernels.triton.fp8 import from_fp8
 from zipage.kernels.triton.paging import products, text_positions, token_rows
 
 _VARYING = (
@@ -30,6 +31,7 @@ def _load_tokens(
     head,
     which,
     num_blocks,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -38,7 +40,8 @@ def _load_tokens(
     d = tl.arange(0, DIM_PAD)
     at = token_rows(table, slot, there, layer, head, which, num_blocks, KV_HEADS, BLOCK, DIM)
     mask = there[:, None] & (d[None, :] < DIM)
-    return tl.load(kv + at[:, None] + d[None, :], mask=mask, other=0.0)
+    tokens = tl.load(kv + at[:, None] + d[None, :], mask=mask, other=0.0)
+    return from_fp8(tokens, False) if QUANTISED else tokens
 
 
 @triton.jit
@@ -63,6 +66,7 @@ def similarity_columns(
     tiles_per_scope,
     threshold,
     NORM_EPS: tl.constexpr,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -71,6 +75,8 @@ def similarity_columns(
     ROWS: tl.constexpr,
 ):
     """Sum of each column of S but for its diagonal, and its newest row above the threshold.
+
+    Similarities are of directions, so that keys are taken without their scale.
 
     Grid ``(scopes * tiles_per_scope, L * H)``. Writes, all ``[L, H, T]``: sums, text positions of
     the newest rows (-1: none), and their similarities (0 if none).
@@ -82,8 +88,9 @@ def similarity_columns(
     column = begin + tl.program_id(0) % tiles_per_scope * COLUMNS + tl.arange(0, COLUMNS)
     there = column < end
     keys = _load_tokens(
-        kv, table, column, there, layer, head, 0, num_blocks, KV_HEADS, BLOCK, DIM, DIM_PAD
-    )
+        kv, table, column, there, layer, head, 0, num_blocks, QUANTISED, KV_HEADS, BLOCK, DIM,
+        DIM_PAD,
+    )  # fmt: skip
     inverse = 1.0 / tl.maximum(_norms(keys), NORM_EPS)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     age = tl.full([COLUMNS, ROWS], -1, tl.int32)
@@ -92,8 +99,9 @@ def similarity_columns(
         row = start + tl.arange(0, ROWS)
         row_there = row < end
         others = _load_tokens(
-            kv, table, row, row_there, layer, head, 0, num_blocks, KV_HEADS, BLOCK, DIM, DIM_PAD
-        )
+            kv, table, row, row_there, layer, head, 0, num_blocks, QUANTISED, KV_HEADS, BLOCK,
+            DIM, DIM_PAD,
+        )  # fmt: skip
         position = text_positions(
             positions, table, row, row_there, layer, head, num_blocks, num_scored, first_position,
             KV_HEADS, BLOCK,
@@ -162,10 +170,12 @@ def spared_means(
 @triton.jit(do_not_specialize=("num_blocks", "length"))
 def value_norms(
     kv,
+    kv_scales,
     table,
     out,
     num_blocks,
     length,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -178,7 +188,11 @@ def value_norms(
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = slot < length
     values = _load_tokens(
-        kv, table, slot, there, layer, head, 1, num_blocks, KV_HEADS, BLOCK, DIM, DIM_PAD
-    )
+        kv, table, slot, there, layer, head, 1, num_blocks, QUANTISED, KV_HEADS, BLOCK, DIM,
+        DIM_PAD,
+    )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * length + slot
-    tl.store(out + at, _norms(values), mask=there)
+    norms = _norms(values)
+    if QUANTISED:
+        norms *= tl.load(kv_scales + (layer * 2 + 1) * KV_HEADS + head)
+    tl.store(out + at, norms, mask=there)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from zipage.kernels.triton.fp8 import from_fp8, query_operand
 from zipage.kernels.triton.paging import products, token_rows
 
 _VARYING = ("num_blocks", "num_slots", "query_slot", "length", "chunk", "num_parts")
@@ -23,11 +24,14 @@ _VARYING = ("num_blocks", "num_slots", "query_slot", "length", "chunk", "num_par
 @triton.jit
 def _load_queries(
     queries,
+    kv_scales,
     layer,
     head,
     row_chunk,
     num_slots,
     query_slot,
+    scale,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -36,7 +40,7 @@ def _load_queries(
     DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``[ROWS, DIM_PAD]`` queries, zero where there is none."""
+    """``[ROWS, DIM_PAD]`` queries, zero where there is none, and the factor of their logits."""
     row = tl.arange(0, ROWS)
     i = row_chunk * (ROWS // GROUP_PAD) + row // GROUP_PAD
     g = row % GROUP_PAD
@@ -45,7 +49,13 @@ def _load_queries(
     slot = (layer.to(tl.int64) * num_slots + query_slot) * WINDOW
     at = ((slot + i) * (KV_HEADS * GROUP) + head * GROUP + g) * DIM
     mask = there[:, None] & (d[None, :] < DIM)
-    return tl.load(queries + at[:, None] + d[None, :], mask=mask, other=0.0)
+    q = tl.load(queries + at[:, None] + d[None, :], mask=mask, other=0.0)
+    if QUANTISED:
+        q, factor = query_operand(q, queries.dtype.element_ty == tl.float32)
+        factor = (factor * (scale * tl.load(kv_scales + layer * 2 * KV_HEADS + head)))[:, None]
+    else:
+        factor = scale
+    return q, factor
 
 
 @triton.jit
@@ -59,7 +69,8 @@ def _logits(
     head,
     num_blocks,
     length,
-    scale,
+    factor,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -71,7 +82,9 @@ def _logits(
     at = token_rows(table, slot, there, layer, head, 0, num_blocks, KV_HEADS, BLOCK, DIM)
     mask = there[:, None] & (d[None, :] < DIM)
     keys = tl.load(kv + at[:, None] + d[None, :], mask=mask, other=0.0)
-    logits = products(q, keys) * scale
+    if QUANTISED:
+        keys = from_fp8(keys, q.dtype == tl.float32)
+    logits = products(q, keys) * factor
     return tl.where(slot[None, :] <= last_visible[:, None], logits, float("-inf"))
 
 
@@ -85,6 +98,7 @@ def _finite_maximum(maximum):
 def window_statistics(
     queries,
     kv,
+    kv_scales,
     table,
     maxima,
     sums,
@@ -95,6 +109,7 @@ def window_statistics(
     chunk,
     num_parts,
     scale,
+    QUANTISED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -117,8 +132,8 @@ def window_statistics(
     row = tl.arange(0, ROWS)
     i = row_chunk * (ROWS // GROUP_PAD) + row // GROUP_PAD
     last_visible = tl.minimum(length - WINDOW + i, length - 1)
-    q = _load_queries(
-        queries, layer, head, row_chunk, num_slots, query_slot,
+    q, factor = _load_queries(
+        queries, kv_scales, layer, head, row_chunk, num_slots, query_slot, scale, QUANTISED,
         KV_HEADS, GROUP, GROUP_PAD, WINDOW, DIM, DIM_PAD, ROWS,
     )  # fmt: skip
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -127,8 +142,8 @@ def window_statistics(
     for start in range(first, tl.minimum(first + chunk, length), TILE):
         slot = start + tl.arange(0, TILE)
         logits = _logits(
-            q, kv, table, slot, last_visible, layer, head, num_blocks, length, scale,
-            KV_HEADS, BLOCK, DIM, DIM_PAD,
+            q, kv, table, slot, last_visible, layer, head, num_blocks, length, factor,
+            QUANTISED, KV_HEADS, BLOCK, DIM, DIM_PAD,
         )  # fmt: skip
         new = tl.maximum(maximum, tl.max(logits, 1))
         base = _finite_maximum(new)
@@ -194,6 +209,7 @@ def _reduce_group(
 def window_scores(
     queries,
     kv,
+    kv_scales,
     table,
     maxima,
     sums,
@@ -205,6 +221,7 @@ def window_scores(
     chunk,
     num_parts,
     scale,
+    QUANTISED: tl.constexpr,
     GROUP_MAX: tl.constexpr,
     WINDOW_MAX: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -234,8 +251,8 @@ def window_scores(
     )  # fmt: skip
     poison = tl.sum(inverse * 0.0, 0)
     if ROW_CHUNKS == 1:
-        q = _load_queries(
-            queries, layer, head, 0, num_slots, query_slot,
+        q, logit_factor = _load_queries(
+            queries, kv_scales, layer, head, 0, num_slots, query_slot, scale, QUANTISED,
             KV_HEADS, GROUP, GROUP_PAD, WINDOW, DIM, DIM_PAD, ROWS,
         )  # fmt: skip
     else:
@@ -251,9 +268,9 @@ def window_scores(
         score = tl.zeros([TILE], tl.float32)
         for row_chunk in range(ROW_CHUNKS):
             if ROW_CHUNKS > 1:
-                q = _load_queries(
-                    queries, layer, head, row_chunk, num_slots, query_slot,
-                    KV_HEADS, GROUP, GROUP_PAD, WINDOW, DIM, DIM_PAD, ROWS,
+                q, logit_factor = _load_queries(
+                    queries, kv_scales, layer, head, row_chunk, num_slots, query_slot, scale,
+                    QUANTISED, KV_HEADS, GROUP, GROUP_PAD, WINDOW, DIM, DIM_PAD, ROWS,
                 )  # fmt: skip
                 maximum, inverse = _load_statistics(
                     maxima, sums, layer_head, row_chunk, num_parts,
@@ -262,8 +279,8 @@ def window_scores(
             i = row_chunk * (ROWS // GROUP_PAD) + row // GROUP_PAD
             last_visible = tl.minimum(length - WINDOW + i, length - 1)
             logits = _logits(
-                q, kv, table, slot, last_visible, layer, head, num_blocks, length, scale,
-                KV_HEADS, BLOCK, DIM, DIM_PAD,
+                q, kv, table, slot, last_visible, layer, head, num_blocks, length, logit_factor,
+                QUANTISED, KV_HEADS, BLOCK, DIM, DIM_PAD,
             )  # fmt: skip
             weights = tl.exp2(logits - maximum[:, None]) * inverse[:, None]
             reduced = _reduce_group(weights, GROUP_MAX, WINDOW_MAX, GROUP_PAD, ROWS, TILE)

@@ -1,0 +1,87 @@
+"""Conversion of stored 8-bit floats (e4m3), see `zipage.cache.quantisation`: device functions.
+
+Kernels compute with stored numbers in fp16, which holds them exactly and into which one
+instruction converts two of them; into bf16 it would take five. Queries are brought into its range
+by a power of two per row. Where the model runs in fp32, so do the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+_INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_MAX: tl.constexpr = tl.constexpr(448.0)
+_INF: tl.constexpr = tl.constexpr(0x7F800000)
+# Above it the distance of fp32 numbers is that of the smallest e4m3 numbers, 2^-9.
+_SUBNORMAL: tl.constexpr = tl.constexpr(16384.0)
+_SUBNORMAL_BITS: tl.constexpr = tl.constexpr(0x46800000)
+# Of 2^-6, the smallest normal number.
+_NORMAL_BITS: tl.constexpr = tl.constexpr(0x3C800000)
+
+_TO_FP16: tl.constexpr = tl.constexpr("""
+{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+
+
+@triton.jit
+def from_fp8(tokens, WIDE: tl.constexpr, AT_ONCE: tl.constexpr = False):
+    """Stored numbers in fp16, or fp32 if `WIDE`; NaN stays NaN.
+
+    Triton likes to bring bytes to where a matrix product wants its operands before it converts
+    them. That saves a way through shared memory where they are read along the dimension that is
+    summed over, as keys are. Values are not: each byte would be fetched alone. So they are
+    converted `AT_ONCE`, by assembly that claims to have effects and is left where it is.
+    """
+    if _INTERPRETED:  # knows no NaN of e4m3
+        wide = tokens.to(tl.float32)
+        wide = tl.where(tl.abs(wide) > _MAX, float("nan"), wide)
+        numbers = wide if WIDE else wide.to(tl.float16)
+    else:
+        numbers = tl.inline_asm_elementwise(
+            _TO_FP16, "=r,=r,r", [tokens], dtype=tl.float16, is_pure=not AT_ONCE, pack=4
+        )
+        if WIDE:
+            numbers = numbers.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def to_fp8(x, scale):
+    """`quantise` in integer arithmetic: ``x / scale`` to the nearest, ties to even."""
+    wide = x.to(tl.float32)
+    scaled = wide / scale
+    magnitude = tl.minimum(tl.abs(scaled), _MAX)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (magnitude + _SUBNORMAL).to(tl.int32, bitcast=True) - _SUBNORMAL_BITS
+    code = tl.where(bits < _NORMAL_BITS, subnormal, normal)
+    given = wide.to(tl.int32, bitcast=True)
+    code = tl.where((given & 0x7FFFFFFF) >= _INF, 0x7F, code) | ((given >> 24) & 0x80)
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def query_operand(query, WIDE: tl.constexpr):
+    """Rows of queries ``[m, d]`` to be multiplied with `from_fp8`, and the factor of the products.
+
+    The factor ``[m]`` is a power of two, so that nothing is rounded but what fp16 cannot hold: at
+    2^-24 of a row's largest number and below.
+    """
+    if WIDE:
+        factor = tl.full([query.shape[0]], 1.0, tl.float32)
+    else:
+        wide = query.to(tl.float32)
+        peak = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & _INF
+        # Rows of zeros, and such that are not finite, are left as they are.
+        peak = tl.where((peak == 0) | (peak == _INF), 0x3F800000, peak)
+        factor = peak.to(tl.float32, bitcast=True)
+        query = (wide / factor[:, None]).to(tl.float16)
+    return query, factor
