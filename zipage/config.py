@@ -66,6 +66,9 @@ class EngineConfig:
             ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
         model_impl: ``zipage`` (the decoder), ``transformers`` (transformers' own model code with
             paged attention) or ``auto`` (the decoder where it covers the architecture).
+        quantization: ``fp8`` for layers that multiply in fp8: weights are quantised when they are
+            loaded, activations token by token (GPUs from compute capability 8.9, bfloat16; slow on
+            the CPU). None for the dtype's own products.
         seed: of unseeded sampling, of dummy weights and of the random policy.
         max_model_len: most tokens of prompt and answer; None for what the model was trained for.
         block_size: tokens of a KV block, a multiple of 16.
@@ -109,6 +112,7 @@ class EngineConfig:
     load_format: str = "auto"
     model_shape: str | None = None
     model_impl: str = "auto"
+    quantization: str | None = None
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 64
@@ -158,6 +162,8 @@ class EngineConfig:
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("model_impl", ("auto", "zipage", "transformers"))
+        if self.quantization is not None:
+            self._check_choice("quantization", ("fp8",))
         if self.model_shape is not None:
             self._check_choice("model_shape", tuple(SHAPES))
             if self.model_impl == "transformers":

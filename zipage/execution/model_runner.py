@@ -42,7 +42,7 @@ from zipage.execution.transfer import to_device
 from zipage.execution.warm_up import measure
 from zipage.models.config import ModelConfig, shape_model_config
 from zipage.models.decoder import Decoder
-from zipage.models.implementation import count_parameters, load_weights, read_config
+from zipage.models.implementation import count_weights, load_weights, read_config
 from zipage.models.loader import resolve_model_path
 
 if TYPE_CHECKING:
@@ -188,13 +188,14 @@ class ModelRunner:
                 load_format=self.config.load_format,
                 seed=self.config.seed,
                 max_positions=self.max_model_len,
+                quantization=self.config.quantization,
             )
         except Exception as error:
             if memory is None or not is_out_of_memory(error):
                 raise
             cause = without_frames(error)
-        parameters = count_parameters(self.model_config, dtype)
-        raise weights_do_not_fit(memory, parameters, dtype, free) from cause
+        parameters, size = count_weights(self.model_config, dtype, self.config.quantization)
+        raise weights_do_not_fit(memory, parameters, size, free) from cause
 
     def make_cache(self, spec: KVCacheSpec) -> None:
         """Allocate the KV pool."""
