@@ -102,6 +102,9 @@ class EngineConfig:
             later. None for yes on CUDA, no on CPU.
         attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
         enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
+        batch_invariant: a request's logits, text and kept tokens do not depend on what else runs,
+            to the bit; on CUDA with slower products and attention, on the CPU in float32 that is so
+            anyway.
     """
 
     model: str | None = None
@@ -136,6 +139,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -199,6 +203,7 @@ class EngineConfig:
             "async_compression",
             "async_scheduling",
             "enforce_eager",
+            "batch_invariant",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name.startswith("async") and value is None):

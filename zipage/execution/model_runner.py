@@ -116,6 +116,8 @@ class ModelRunner:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
             )
+        if config.batch_invariant:
+            _check_batch_invariant(self.model_config, self.device)
         dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         memory = device_memory(self.device)
         free = 0
@@ -212,13 +214,17 @@ class ModelRunner:
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0
         self.backend = make_backend(
-            config.attention_backend, self.cache, scale, config.max_num_seqs
+            config.attention_backend,
+            self.cache,
+            scale,
+            config.max_num_seqs,
+            config.batch_invariant,
         )
         if isinstance(self.model, Decoder):
             if self.backend.name == "native":
                 self.model.pack()
             elif self.backend.name == "triton":
-                self.model.fuse()
+                self.model.fuse(config.batch_invariant)
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(
@@ -467,6 +473,25 @@ class ModelRunner:
     def swap_in(self, move: SwapMove) -> None:
         """Bring a saved cache back."""
         self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)
+
+
+def _check_batch_invariant(
+    model_config: ModelConfig | TransformersConfig, device: torch.device
+) -> None:
+    """Refuse models of which rows are computed together.
+
+    Raises:
+        ConfigError: transformers' own code runs the model, or it has experts and runs on CUDA.
+    """
+    if not isinstance(model_config, ModelConfig):
+        reason = "transformers' own code runs it"
+    elif model_config.moe is not None and device.type == "cuda":
+        reason = "experts multiply as many rows at once as there happen to be"
+    else:
+        return
+    raise ConfigError(
+        f"batch_invariant=True does not run {model_config.architecture} on {device}: {reason}"
+    )
 
 
 def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:

@@ -17,7 +17,14 @@ from torch import nn
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.errors import ConfigError
 from zipage.models.config import ModelConfig
-from zipage.models.fp8 import FP8, Fp8Matrix, Fp8Path, TorchElementwise, check_fp8_shape
+from zipage.models.fp8 import (
+    FP8,
+    Fp8Matrix,
+    Fp8Path,
+    TorchElementwise,
+    check_fp8_shape,
+    scaled_product,
+)
 from zipage.models.modules import WeightHolder, silu_mul
 from zipage.models.moe import MixtureOfExperts
 from zipage.models.rope import build_rope_tables
@@ -26,6 +33,8 @@ if TYPE_CHECKING:
     from zipage.kernels.native.linear import PackedLinear
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
+#: ``torch.nn.functional.linear`` or the like.
+Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 class DecoderLayer(WeightHolder):
@@ -190,6 +199,7 @@ class _FusedLayer:
         if device.type == "cuda":
             count: int = torch.cuda.get_device_properties(device).multi_processor_count
             self._programs = 3 * count // 2
+        self._linear: Linear = F.linear
         self._unsummed: torch.Tensor | None = None
 
     def forward(
@@ -197,14 +207,14 @@ class _FusedLayer:
     ) -> None:
         """`DecoderLayer.forward` with fused operations; `norm` must follow the last layer."""
         h = self.norm(x, layer.input_norm, layer.norm_eps)
-        qkv = F.linear(h, layer.qkv_weight, layer.qkv_bias)
+        qkv = self._linear(h, layer.qkv_weight, layer.qkv_bias)
         attended = backend.attend(layer.index, qkv, layer.transform, step)
         self._add_product(layer, x, attended, layer.o_weight, layer.o_bias)
         h = self.norm(x, layer.post_norm, layer.norm_eps)
         if layer.moe is not None:
             layer._add_reduced(x, layer.moe(h))
             return
-        gate_up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
+        gate_up = self._linear(h, layer.gate_up_weight, layer.gate_up_bias)
         active = self._elementwise.silu_mul(gate_up)
         self._add_product(layer, x, active, layer.down_weight, layer.down_bias)
 
@@ -235,6 +245,29 @@ class _FusedLayer:
             x.addmm_(h, weight.t())
         else:
             self._unsummed = self._skinny.skinny_linear(h, weight, splits)
+
+
+class _InvariantLayer(_FusedLayer):
+    """A fused layer whose products do not depend on the number of rows either."""
+
+    def __init__(self, device: torch.device) -> None:
+        from zipage.kernels.triton.linear import linear
+
+        super().__init__(device)
+        self._linear = self._add_linear = linear
+
+    def _add_product(
+        self,
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        if layer.all_reduce is None:
+            self._add_linear(h, weight, bias, out=x, add=True)
+        else:
+            layer._add_reduced(x, self._linear(h, weight, bias))
 
 
 class Decoder(WeightHolder):
@@ -327,6 +360,7 @@ class Decoder(WeightHolder):
         self.weight_bytes = sum(weight.nbytes for weight in self.parameters())
         self._packed_head: PackedLinear | None = None
         self._fused: _FusedLayer | None = None
+        self._invariant_head: Callable[..., torch.Tensor] | None = None
         self._fp8 = Fp8Path(TorchElementwise()) if quantization == "fp8" else None
 
     def pack(self) -> None:
@@ -351,14 +385,24 @@ class Decoder(WeightHolder):
         if not self.config.tie_word_embeddings:
             self.head_weight.data = torch.empty(0)
 
-    def fuse(self) -> None:
-        """Use Triton kernels for the operations between matrix products (CUDA)."""
+    def fuse(self, batch_invariant: bool = False) -> None:
+        """Use Triton kernels for the operations between matrix products (CUDA).
+
+        Args:
+            batch_invariant: for the products too, so that a row does not depend on the others.
+        """
+        if batch_invariant:
+            from zipage.kernels.triton.linear import linear
+
+            self._invariant_head = linear
         if self._fp8 is not None:
+            from zipage.kernels.triton.linear import scaled_linear
             from zipage.kernels.triton.quantise import TritonElementwise
 
-            self._fp8 = Fp8Path(TritonElementwise())
+            product = scaled_linear if batch_invariant else scaled_product
+            self._fp8 = Fp8Path(TritonElementwise(), product)
             return
-        fused = _FusedLayer(self.device)
+        fused = (_InvariantLayer if batch_invariant else _FusedLayer)(self.device)
         for layer in self.decoder_layers:
             layer.fused = fused
         self._fused = fused
@@ -407,6 +451,8 @@ class Decoder(WeightHolder):
             hidden: ``[R, E]``.
             out: ``[R, V]`` to be filled, if given.
         """
+        if self._invariant_head is not None:
+            return self._invariant_head(hidden, self.head_weight, out=out)
         rows = hidden.shape[0]
         if out is not None and rows % 4 == 0:
             return torch.mm(hidden, self.head_weight.t(), out=out)
