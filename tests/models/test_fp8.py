@@ -268,3 +268,87 @@ def test_requests_are_answered_alone_as_in_a_batch() -> None:
         plain = llm.generate(prompts, greedy(24))
     starts = [tokens_of(a)[:8] == tokens_of(b)[:8] for a, b in zip(together, plain, strict=True)]
     assert sum(starts) >= 3
+
+
+on_gpu = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        )
+    ],
+)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [1, 4, 7, 96, 300])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_on_cuda(device: str, rows: int, with_bias: bool) -> None:
+    """torch's scaled product takes any number of rows, and gives the reference's result."""
+    x, weight = quantise(torch.randn(rows, 4096)), quantise(torch.randn(6144, 4096))
+    bias = torch.randn(6144).bfloat16() if with_bias else None
+    scale = weight.scales[:, 0].contiguous()
+    expected = scaled_product(x, weight.values, scale, bias, torch.float32)
+    out = scaled_product(
+        Fp8Rows(x.values.to(device), x.scales.to(device)),
+        weight.values.to(device),
+        scale.to(device),
+        None if bias is None else bias.to(device),
+        torch.bfloat16,
+    )
+    error = (out.cpu().float() - expected).abs().max() / expected.abs().max()
+    assert error < 2**-8
+
+
+@on_gpu
+@pytest.mark.parametrize("width", [80, 4096, 12288])
+def test_kernels_on_cuda(device: str, width: int) -> None:
+    from zipage.kernels.triton.quantise import TritonElementwise
+
+    mine, reference = TritonElementwise(), TorchElementwise()
+    x, delta = (torch.randn(9, width, device=device).bfloat16() for _ in range(2))
+    weight = torch.randn(width, device=device).bfloat16()
+    gate_up = torch.randn(9, 2 * width, device=device).bfloat16()
+    x[3], gate_up[3], delta[3] = 0.0, 0.0, 0.0
+    assert_same(mine.quantise(x), reference.quantise(x))
+    assert_same(mine.quantise_silu_mul(gate_up), reference.quantise_silu_mul(gate_up.clone()))
+    one, other = x.clone(), x.clone()
+    rows = mine.quantise_rms_norm(one, delta, weight, 1e-6)
+    assert_same(rows, reference.quantise_rms_norm(other, delta, weight, 1e-6))
+    assert torch.equal(one, other)
+    x[1, 5] = float("nan")
+    assert wide(mine.quantise(x))[1].isnan().any()
+
+
+@on_gpu
+def test_loading_on_cuda_takes_no_more_than_the_weights(device: str) -> None:
+    config = shape_model_config("qwen3-4b")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoder = load_model(
+        config, None, torch.bfloat16, device, load_format="dummy", quantization="fp8"
+    )
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"weights {decoder.weight_bytes >> 20} MiB, peak {peak >> 20} MiB")
+    assert decoder.weight_bytes < 1.25 * decoder.num_parameters
+    assert peak < 1.15 * decoder.weight_bytes
+
+
+@on_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_texts_on_cuda_are_those_of_the_reference(device: str, enforce_eager: bool) -> None:
+    """zipage-tiny, in graphs and without: the first tokens of most texts are the CPU's."""
+    with make_llm(quantization="fp8", kv_budget=None) as llm:
+        prompts = [prompt_ids(llm, 1 + i, seed=i) for i in range(12)]
+        expected = llm.generate(prompts, greedy(24))
+    options = {"device": device, "dtype": "bfloat16", "enforce_eager": enforce_eager}
+    with make_llm(quantization="fp8", kv_budget=None, **options) as llm:
+        outputs = llm.generate(prompts, greedy(24))
+        assert_empty(llm)
+        assert (llm.engine.core.runner.graphs is None) is enforce_eager
+    equal = [tokens_of(a) == tokens_of(b) for a, b in zip(outputs, expected, strict=True)]
+    assert sum(equal) >= 8

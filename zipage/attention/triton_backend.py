@@ -50,6 +50,8 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         super().__init__(cache, scale)
         self.batch_invariant = batch_invariant
+        # Graphs are always able to capture; other steps then run the same kernel.
+        self._capture = cache.spec.num_query_slots > 0 if batch_invariant else None
         self.decode = DecodeAttention(cache, scale, max_sequences)
         self.prefill = PrefillAttention(cache, scale, batch_invariant)
         self._plan: _Plan | None = None
@@ -61,7 +63,7 @@ class TritonBackend(AttentionBackend):
         if plan is None or plan.step is not step:
             plan = self._plan = self._make_plan(step)
         spec = self.cache.spec
-        prepare_qkv(layer, qkv, transform, step, self.cache)
+        prepare_qkv(layer, qkv, transform, step, self.cache, self._capture)
         out = torch.empty(
             len(qkv), spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device
         )

@@ -67,7 +67,11 @@ def _attend_tile(
     return new_top, total, out
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables", "cache_lens", "tiles"],
+)
 def _prefill_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer

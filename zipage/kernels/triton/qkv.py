@@ -16,7 +16,8 @@ from zipage.cache.kv_cache import KVCache
 _HEADS = 8
 
 
-@triton.jit
+# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping", "capture"])
 def _qkv_kernel(
     qkv,  # [T', (Q + 2 H) D]
     kv,  # [N, 2, H, b, D] of the layer
@@ -118,7 +119,12 @@ def _scale(x, factor, q_norm, k_norm, offsets, mask, is_query, normed):
 
 
 def prepare_qkv(
-    layer: int, qkv: torch.Tensor, transform: QKVTransform, step: StepInputs, cache: KVCache
+    layer: int,
+    qkv: torch.Tensor,
+    transform: QKVTransform,
+    step: StepInputs,
+    cache: KVCache,
+    capture: bool | None = None,
 ) -> None:
     """Norm and rotate queries in place, write keys and values to their slots, capture queries.
 
@@ -131,7 +137,9 @@ def prepare_qkv(
         transform: norms and RoPE.
         step: the step's metadata.
         cache: the KV pool.
+        capture: whether to launch the kernel that can capture queries; None if `step` has some.
     """
+    capture = step.any_capture if capture is None else capture
     spec = cache.spec
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     half = transform.cos.shape[1]
@@ -141,7 +149,7 @@ def prepare_qkv(
     _qkv_kernel[grid](
         qkv,
         cache.kv[layer],
-        cache.queries[layer] if step.any_capture else qkv,
+        cache.queries[layer] if capture else qkv,
         transform.q_norm if norm else qkv,
         transform.k_norm if norm else qkv,
         transform.cos,
@@ -158,7 +166,7 @@ def prepare_qkv(
         HALF_PADDED=max(triton.next_power_of_2(half), 1),
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
         NORM=norm,
-        CAPTURE=step.any_capture,
+        CAPTURE=capture,
         HEADS=_HEADS,
         num_warps=4,
     )
