@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from tests.engine.small_model import make_small_llm, save_small_model
 from tests.engine.workload import assert_empty, greedy, make_llm, prompt_ids, tokens_of
 from zipage import SamplingParams
+from zipage.bench.roofline import weight_bytes_per_step
+from zipage.cli.info import describe
+from zipage.config import EngineConfig
 from zipage.errors import ConfigError
 from zipage.models.config import load_model_config, shape_model_config
 from zipage.models.decoder import Decoder
@@ -200,6 +203,21 @@ def test_loading_holds_no_wide_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     load_model(config, path, dtype=torch.bfloat16, quantization="fp8")
     assert sum(sources) > 0.99 * (dense - 8 * 10000) and max(sources) < dense / 20
+
+
+def test_bytes_are_counted_as_they_are_stored() -> None:
+    """Half of bf16's for the layers: in the roofline, and in what `zipage info` says."""
+    config = shape_model_config("qwen3-8b")
+    device = torch.device("meta")
+    plain = Decoder(config, torch.bfloat16, device, max_positions=1)
+    fp8 = Decoder(config, torch.bfloat16, device, max_positions=1, quantization="fp8")
+    head = config.vocab_size * config.hidden_size * 2
+    layers = weight_bytes_per_step(plain) - head
+    assert weight_bytes_per_step(fp8) - head == pytest.approx(layers / 2, rel=0.002)
+    options = {"load_format": "dummy", "model_shape": "qwen3-8b", "dtype": "bfloat16"}
+    told = describe(EngineConfig(**options, device="cpu", quantization="fp8"), config)
+    assert told["weight_bytes"] == fp8.weight_bytes
+    assert told["parameters"] == plain.num_parameters
 
 
 def test_random_weights() -> None:
