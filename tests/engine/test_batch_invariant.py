@@ -23,6 +23,7 @@ on_gpu = [
 #: preempted all the time.
 CROWDS: dict[str, dict[str, Any]] = {
     "crowd": {"admission": "optimistic"},
+    "ample": {},
     "eager": {"enforce_eager": True, "async_scheduling": False, "enable_prefix_caching": False},
 }
 
@@ -82,7 +83,7 @@ def compare(options: dict[str, Any], count: int, longest: int, pool: int) -> Non
             stats = llm.stats()
             assert_empty(llm)
         print(f"{name}: {stats.preemptions} preemptions, {stats.mean_running:.0f} running")
-        assert name != "crowd" or stats.preemptions > count // 4
+        assert name != "crowd" or stats.preemptions > count // 8
         for i in targets:
             assert told(outputs[i]) == alone[i], f"{name}, request {i}"
 
@@ -111,13 +112,13 @@ def test_one_alone_and_among_128(device: str, model: str, quantization: str | No
     }
     if model != "zipage-tiny":
         options |= {"load_format": "dummy", "model_shape": model}
-    compare(options, count=128, longest=330, pool=300)
+    compare(options, count=128, longest=330, pool=260)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
 def test_float32_on_cuda(device: str) -> None:
     options = {**TINY, "device": device, "dtype": "float32", "max_num_seqs": 64}
-    compare(options, count=64, longest=200, pool=130)
+    compare(options, count=64, longest=200, pool=100)
 
 
 def test_the_torch_backend_is_refused() -> None:
