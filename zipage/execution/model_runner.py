@@ -197,7 +197,7 @@ class ModelRunner:
                 raise
             cause = without_frames(error)
         parameters, size = count_weights(self.model_config, dtype, self.config.quantization)
-        raise weights_do_not_fit(memory, parameters, size, free) from cause
+        raise weights_do_not_fit(memory, parameters, dtype, size, free) from cause
 
     def make_cache(self, spec: KVCacheSpec) -> None:
         """Allocate the KV pool."""
