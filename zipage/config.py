@@ -69,6 +69,9 @@ class EngineConfig:
             ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
         model_impl: ``zipage`` (the decoder), ``transformers`` (transformers' own model code with
             paged attention) or ``auto`` (the decoder where it covers the architecture).
+        quantization: ``fp8`` for layers that multiply in fp8: weights are quantised when they are
+            loaded, activations token by token (GPUs from compute capability 8.9, bfloat16; slow on
+            the CPU). None for the dtype's own products.
         seed: of unseeded sampling, of dummy weights and of the random policy.
         max_model_len: most tokens of prompt and answer; None for what the model was trained for.
         block_size: tokens of a KV block, a multiple of 16.
@@ -102,6 +105,9 @@ class EngineConfig:
             later. None for yes on CUDA, no on CPU.
         attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
         enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
+        batch_invariant: a request's logits, text and kept tokens do not depend on what else runs,
+            to the bit; on CUDA with slower products and attention, on the CPU in float32 that is so
+            anyway.
     """
 
     model: str | None = None
@@ -113,6 +119,7 @@ class EngineConfig:
     load_format: str = "auto"
     model_shape: str | None = None
     model_impl: str = "auto"
+    quantization: str | None = None
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 64
@@ -136,6 +143,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -162,6 +170,8 @@ class EngineConfig:
         self._check_choice("dtype", ("auto", "float32", "bfloat16", "float16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("model_impl", ("auto", "zipage", "transformers"))
+        if self.quantization is not None:
+            self._check_choice("quantization", ("fp8",))
         if self.model_shape is not None:
             self._check_choice("model_shape", tuple(SHAPES))
             if self.model_impl == "transformers":
@@ -203,6 +213,7 @@ class EngineConfig:
             "async_compression",
             "async_scheduling",
             "enforce_eager",
+            "batch_invariant",
         ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name.startswith("async") and value is None):

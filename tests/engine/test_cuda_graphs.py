@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.engine.small_model import make_small_llm
+from tests.engine.workload import greedy
 from zipage import LLM, SamplingParams
 from zipage.attention.backend import StepInputs
 from zipage.execution import cuda_graphs
@@ -149,6 +150,23 @@ def test_out_of_memory_at_a_replay_takes_smaller_ones(
     for one, other in zip(plain, replayed, strict=True):
         assert other.error is None
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_batch_invariant_replays(small_model: Path) -> None:
+    """Products and attention of their own kernels in the graph, padded to another batch size."""
+    prompts, params = [PROMPTS[1], PROMPTS[2][:5]], [greedy(5, logprobs=0), greedy(3, logprobs=0)]
+    with make_small_llm(small_model, attention_backend="torch") as llm:
+        plain = llm.generate(prompts, params)
+    llm, graphs = with_graphs(small_model, batch_invariant=True)
+    with llm:
+        replayed = llm.generate(prompts, params)
+    assert graphs.replays == 4 and llm.engine.core.runner.backend.batch_invariant
+    for one, other in zip(plain, replayed, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs is not None
+        for mine, theirs in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            for token_id, entry in mine.items():
+                assert abs(entry.logprob - theirs[token_id].logprob) < 1e-4
 
 
 def test_graphs_own_what_they_touch(small_model: Path) -> None:

@@ -139,6 +139,17 @@ def test_zipage_tiny_end_to_end(tmp_path: Path) -> None:
         assert answer.outputs[0].token_ids == answers[0].outputs[0].token_ids
 
 
+def test_fp8_weights_of_a_file(tmp_path: Path) -> None:
+    """The weights of a GGUF file are quantised like those of safetensors."""
+    source, path = resolve_model_path(None), tmp_path / "tiny.gguf"
+    write_gguf(source, path, BF16, tiny_metadata())
+    config = load_model_config(source)
+    expected = load_model(config, source, quantization="fp8")
+    loaded = load_model(load_model_config(path), path, dtype=expected.dtype, quantization="fp8")
+    for name, weight in expected.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).float(), weight.float()), name
+
+
 def test_byte_level_tokenizer_of_the_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Without a copy of tokenizer.json the tokenizer is built from tokens and merges."""
     letters = sorted("abcdefghijklmnopqrstuvwxyzĠ")

@@ -116,7 +116,11 @@ class AttentionBackend(ABC):
 
 
 def make_backend(
-    name: str, cache: KVCache, scale: float, max_sequences: int = 256
+    name: str,
+    cache: KVCache,
+    scale: float,
+    max_sequences: int = 256,
+    batch_invariant: bool = False,
 ) -> AttentionBackend:
     """Build a backend.
 
@@ -126,14 +130,17 @@ def make_backend(
         cache: the KV pool.
         scale: factor of the attention logits.
         max_sequences: most sequences of a step.
+        batch_invariant: a token's result must not depend on the batch: ``native`` always is so,
+            ``triton`` can be, ``torch`` cannot.
 
     Raises:
-        ConfigError: the backend does not fit the device, the dtype or the head dimension.
+        ConfigError: the backend does not fit the device, the dtype, the head dimension or
+            `batch_invariant`.
     """
     spec = cache.spec
     on_cuda = spec.device.type == "cuda"
     if name == "triton" or (name == "auto" and on_cuda and spec.head_dim <= 256):
-        return _make_triton(name, cache, scale, max_sequences)
+        return _make_triton(name, cache, scale, max_sequences, batch_invariant)
     fits = (
         spec.device.type == "cpu"
         and spec.dtype == torch.float32
@@ -153,12 +160,20 @@ def make_backend(
             f"kv_cache_dtype='auto', got {spec.device}, {spec.dtype}, {spec.head_dim} and "
             f"{spec.kv_dtype or spec.dtype}"
         )
+    if batch_invariant:
+        raise ConfigError(
+            f"batch_invariant=True with attention_backend={name!r} on {spec.device} in "
+            f"{spec.dtype}: torch's attention computes sequences together; legal are 'triton' on "
+            "CUDA (head_dim <= 256), and 'native' on the CPU in float32 where there is a C compiler"
+        )
     from zipage.attention.torch_backend import TorchBackend
 
     return TorchBackend(cache, scale)
 
 
-def _make_triton(name: str, cache: KVCache, scale: float, max_sequences: int) -> AttentionBackend:
+def _make_triton(
+    name: str, cache: KVCache, scale: float, max_sequences: int, batch_invariant: bool
+) -> AttentionBackend:
     spec = cache.spec
     try:
         from zipage.attention.triton_backend import TritonBackend
@@ -181,4 +196,4 @@ def _make_triton(name: str, cache: KVCache, scale: float, max_sequences: int) ->
             f"attention_backend='triton' needs device cuda, got {spec.device}: use 'torch' or "
             "'native'"
         )
-    return TritonBackend(cache, scale, max_sequences)
+    return TritonBackend(cache, scale, max_sequences, batch_invariant)

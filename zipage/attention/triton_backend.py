@@ -34,14 +34,26 @@ class TritonBackend(AttentionBackend):
         cache: the KV pool.
         scale: factor of the attention logits.
         max_sequences: most sequences of a step.
+        batch_invariant: a token's result does not depend on the batch, nor on whether it is
+            computed alone or in a chunk, to the bit: tiles compute everything then, since cutting
+            caches as the batch needs it, or in another way than chunks do, changes roundings.
     """
 
     name = "triton"
 
-    def __init__(self, cache: KVCache, scale: float, max_sequences: int = 256) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        scale: float,
+        max_sequences: int = 256,
+        batch_invariant: bool = False,
+    ) -> None:
         super().__init__(cache, scale)
+        self.batch_invariant = batch_invariant
+        # Graphs are always able to capture; other steps then run the same kernel.
+        self._capture = cache.spec.num_query_slots > 0 if batch_invariant else None
         self.decode = DecodeAttention(cache, scale, max_sequences)
-        self.prefill = PrefillAttention(cache, scale)
+        self.prefill = PrefillAttention(cache, scale, batch_invariant)
         self._plan: _Plan | None = None
 
     def attend(
@@ -51,7 +63,7 @@ class TritonBackend(AttentionBackend):
         if plan is None or plan.step is not step:
             plan = self._plan = self._make_plan(step)
         spec = self.cache.spec
-        prepare_qkv(layer, qkv, transform, step, self.cache)
+        prepare_qkv(layer, qkv, transform, step, self.cache, self._capture)
         out = torch.empty(
             len(qkv), spec.num_heads * spec.head_dim, dtype=qkv.dtype, device=qkv.device
         )
@@ -67,11 +79,15 @@ class TritonBackend(AttentionBackend):
         """Compute `step`, whose sequences all decode, with these units (in a captured graph)."""
         self._plan = _Plan(step, units, None)
 
+    def use_tiles(self, step: StepInputs, tiles: PrefillTiles) -> None:
+        """Compute `step` with these tiles (in a captured graph)."""
+        self._plan = _Plan(step, None, tiles)
+
     def _make_plan(self, step: StepInputs) -> _Plan:
         starts = on_host(step.query_start_host, step.query_start)
         lens = on_host(step.cache_lens_host, step.cache_lens)
         fresh = starts[1:] - starts[:-1]
-        decoding = fresh == 1
+        decoding = (fresh == 1) & (not self.batch_invariant)
         decodes = prefills = None
         if (~decoding & (fresh > 0)).any():
             tiles = self.prefill.plan(starts, ~decoding)

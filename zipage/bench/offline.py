@@ -150,9 +150,10 @@ def speed_ratio(results: Sequence[RunResult]) -> float | None:
 def describe_setting(llm: LLM) -> dict[str, Any]:
     """What a number must be read with: the machine, the versions and what the engine chose."""
     runner = llm.engine.core.runner
+    weights = ", fp8 weights" if runner.config.quantization == "fp8" else ""
     return {
         **describe_machine(str(runner.device)),
-        "dtype": str(runner.model.dtype).removeprefix("torch."),
+        "dtype": str(runner.model.dtype).removeprefix("torch.") + weights,
         "kv_cache_dtype": str(runner.cache.kv.dtype).removeprefix("torch."),
         "attention_backend": runner.backend.name,
     }

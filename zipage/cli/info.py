@@ -28,6 +28,7 @@ _OPTIONS = (
     "device",
     "load_format",
     "model_shape",
+    "quantization",
     "max_model_len",
     "block_size",
     "kv_cache_memory",
@@ -107,7 +108,7 @@ def describe(
     """
     from zipage.execution.memory import block_bytes, pool_spec, resolve_dtype
     from zipage.execution.model_runner import resolve_device
-    from zipage.models.implementation import count_parameters
+    from zipage.models.implementation import count_weights
 
     limit = model_config.max_position_embeddings
     longest = config.max_model_len or limit
@@ -120,7 +121,7 @@ def describe(
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     spec = pool_spec(config, model_config, dtype, device)
     full_spec = dataclasses.replace(spec, window=0, num_query_slots=0)
-    parameters = count_parameters(model_config, dtype)
+    parameters, weight_bytes = count_weights(model_config, dtype, config.quantization)
     lengths = sorted(set(lengths or _default_lengths(longest)))
     sizes = _POOL_SIZES if config.kv_cache_memory is None else (config.kv_cache_memory,)
     return {
@@ -138,7 +139,7 @@ def describe(
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
-        "weight_bytes": parameters * dtype.itemsize,
+        "weight_bytes": weight_bytes,
         "kv_bytes_per_token": spec.bytes_per_token,
         "block_size": config.block_size,
         "block_bytes_full_kv": block_bytes(full_spec),

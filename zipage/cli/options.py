@@ -34,8 +34,8 @@ _REPEATED = {
 }
 
 _PANELS = {
-    "Model": "model tokenizer revision dtype device load_format model_shape model_impl seed "
-    "max_model_len",
+    "Model": "model tokenizer revision dtype device load_format model_shape model_impl "
+    "quantization seed max_model_len",
     "KV cache": "kv_cache_dtype block_size kv_cache_memory num_kv_blocks memory_utilization "
     "enable_prefix_caching",
     "Compression": "kv_budget compression policy_options window num_query_slots compaction "

@@ -14,6 +14,7 @@ from zipage.attention.triton_backend import TritonBackend
 from zipage.engine.request import PENDING_TOKEN
 from zipage.execution.transfer import to_device
 from zipage.kernels.triton.decode_attention import DecodeUnits
+from zipage.kernels.triton.prefill_attention import PrefillTiles
 from zipage.models.decoder import Decoder
 
 
@@ -119,6 +120,10 @@ class DecodeGraphs:
         self._input_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._used_tables = torch.zeros_like(self.block_tables)
         self._query_start = torch.arange(max_sequences + 1, dtype=torch.int32, device=device)
+        # Every sequence's one new token as a tile.
+        self._tiles = torch.zeros(max_sequences, 4, dtype=torch.int32, device=device)
+        self._tiles[:, :2] = self._query_start[:-1, None]
+        self._tiles[:, 3] = 1
         vocab_size = model.config.vocab_size
         self._output = DecodeOutput(
             torch.zeros(max_sequences, vocab_size, dtype=model.dtype, device=device),
@@ -174,6 +179,9 @@ class DecodeGraphs:
             max_cache_len=0,
             any_capture=self._backend.cache.spec.num_query_slots > 0,
         )
+        if self._backend.batch_invariant:
+            self._backend.use_tiles(step, PrefillTiles(self._tiles[:size]))
+            return step
         units = DecodeUnits(
             inputs.units, inputs.unit_starts[: size + 1], inputs.num_units, fill=True
         )
@@ -197,9 +205,8 @@ class DecodeGraphs:
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()  # the copy of two steps ago, long done
         host = self._host_inputs[self._turn]
-        units, unit_starts = self._backend.decode.plan(
-            batch.cache_lens, np.arange(count), np.ones(count, dtype=bool)
-        )
+        decoding = np.full(count, not self._backend.batch_invariant)
+        units, unit_starts = self._backend.decode.plan(batch.cache_lens, np.arange(count), decoding)
         _fill(host.input_ids, batch.input_ids, size, 0)
         _fill(host.positions, batch.positions, size, 0)
         _fill(host.slot_mapping, batch.slot_mapping, size, -1)

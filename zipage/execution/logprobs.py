@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from zipage.outputs import Logprob
 
@@ -66,8 +67,10 @@ def token_logprobs(
         token_ids: R token ids; theirs is the first entry of each row.
         wanted: R numbers from 0.
     """
-    logprobs = logits.log_softmax(dim=-1)
-    vocab_size = logprobs.shape[1]
+    vocab_size = logits.shape[1]
+    # On CUDA the order of a row's sum depends on where the row lies, unless it is aligned.
+    aligned = F.pad(logits, (0, -vocab_size % 4), value=-math.inf) if logits.is_cuda else logits
+    logprobs = aligned.log_softmax(dim=-1)[:, :vocab_size]
     chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     value = logprobs.gather(1, chosen)
     before = torch.arange(vocab_size, device=logits.device) < chosen

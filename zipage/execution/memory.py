@@ -189,19 +189,20 @@ def _advice(config: EngineConfig, spec: KVCacheSpec, measured: MemoryPlan | None
 
 
 def weights_do_not_fit(
-    memory: DeviceMemory, parameters: int, dtype: torch.dtype, free: int
+    memory: DeviceMemory, parameters: int, dtype: torch.dtype, size: int, free: int
 ) -> ConfigError:
     """Why a model cannot be loaded.
 
     Args:
         memory: of the device.
         parameters: of the model.
-        dtype: of its weights.
+        dtype: of its weights, but those in fp8.
+        size: of its weights, in bytes.
         free: bytes that were free before.
     """
     return ConfigError(
         f"the weights ({parameters:,} parameters in {str(dtype).removeprefix('torch.')}, "
-        f"{_gib(parameters * dtype.itemsize)}) do not fit on {memory.device}: "
+        f"{_gib(size)}) do not fit on {memory.device}: "
         f"{_gib(free)} of {_gib(memory.total)} were free: take a smaller model or "
         f"dtype, a larger device, or stop what else uses this one"
     )

@@ -42,7 +42,7 @@ from zipage.execution.transfer import to_device
 from zipage.execution.warm_up import measure
 from zipage.models.config import ModelConfig, shape_model_config
 from zipage.models.decoder import Decoder
-from zipage.models.implementation import count_parameters, load_weights, read_config
+from zipage.models.implementation import count_weights, load_weights, read_config
 from zipage.models.loader import resolve_model_path
 
 if TYPE_CHECKING:
@@ -116,6 +116,8 @@ class ModelRunner:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} exceeds the {limit} positions of the model"
             )
+        if config.batch_invariant:
+            _check_batch_invariant(self.model_config, self.device)
         dtype = resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         memory = device_memory(self.device)
         free = 0
@@ -191,13 +193,14 @@ class ModelRunner:
                 load_format=self.config.load_format,
                 seed=self.config.seed,
                 max_positions=self.max_model_len,
+                quantization=self.config.quantization,
             )
         except Exception as error:
             if memory is None or not is_out_of_memory(error):
                 raise
             cause = without_frames(error)
-        parameters = count_parameters(self.model_config, dtype)
-        raise weights_do_not_fit(memory, parameters, dtype, free) from cause
+        parameters, size = count_weights(self.model_config, dtype, self.config.quantization)
+        raise weights_do_not_fit(memory, parameters, dtype, size, free) from cause
 
     def _find_kv_scales(
         self, spec: KVCacheSpec, memory: DeviceMemory | None
@@ -243,13 +246,17 @@ class ModelRunner:
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0
         self.backend = make_backend(
-            config.attention_backend, self.cache, scale, config.max_num_seqs
+            config.attention_backend,
+            self.cache,
+            scale,
+            config.max_num_seqs,
+            config.batch_invariant,
         )
         if isinstance(self.model, Decoder):
             if self.backend.name == "native":
                 self.model.pack()
             elif self.backend.name == "triton":
-                self.model.fuse()
+                self.model.fuse(config.batch_invariant)
         self.compressor: Compressor | None = None
         if config.compresses:
             options = CompressionOptions(
@@ -498,6 +505,25 @@ class ModelRunner:
     def swap_in(self, move: SwapMove) -> None:
         """Bring a saved cache back."""
         self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)
+
+
+def _check_batch_invariant(
+    model_config: ModelConfig | TransformersConfig, device: torch.device
+) -> None:
+    """Refuse models of which rows are computed together.
+
+    Raises:
+        ConfigError: transformers' own code runs the model, or it has experts and runs on CUDA.
+    """
+    if not isinstance(model_config, ModelConfig):
+        reason = "transformers' own code runs it"
+    elif model_config.moe is not None and device.type == "cuda":
+        reason = "experts multiply as many rows at once as there happen to be"
+    else:
+        return
+    raise ConfigError(
+        f"batch_invariant=True does not run {model_config.architecture} on {device}: {reason}"
+    )
 
 
 def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:

@@ -17,6 +17,14 @@ from torch import nn
 from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
 from zipage.errors import ConfigError
 from zipage.models.config import ModelConfig
+from zipage.models.fp8 import (
+    FP8,
+    Fp8Matrix,
+    Fp8Path,
+    TorchElementwise,
+    check_fp8_shape,
+    scaled_product,
+)
 from zipage.models.modules import WeightHolder, silu_mul
 from zipage.models.moe import MixtureOfExperts
 from zipage.models.rope import build_rope_tables
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from zipage.kernels.native.linear import PackedLinear
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
+#: ``torch.nn.functional.linear`` or the like.
+Linear = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 class DecoderLayer(WeightHolder):
@@ -38,6 +48,7 @@ class DecoderLayer(WeightHolder):
         o_weight, o_bias: ``[E, Q D]`` and ``[E]`` or None.
         gate_up_weight, gate_up_bias: ``[2 I, E]`` and ``[2 I]`` or None; rows of gate, then up.
         down_weight, down_bias: ``[E, I]`` and ``[E]`` or None.
+        qkv_scale, o_scale, gate_up_scale, down_scale: of fp8 weights, ``[rows]`` fp32, else None.
         moe: a mixture of experts in place of gate, up and down, which are None then; or None.
     """
 
@@ -53,6 +64,10 @@ class DecoderLayer(WeightHolder):
     gate_up_bias: torch.Tensor | None
     down_weight: torch.Tensor
     down_bias: torch.Tensor | None
+    qkv_scale: torch.Tensor
+    o_scale: torch.Tensor
+    gate_up_scale: torch.Tensor
+    down_scale: torch.Tensor
     moe: MixtureOfExperts | None
 
     def __init__(self, model: Decoder, index: int) -> None:
@@ -77,11 +92,20 @@ class DecoderLayer(WeightHolder):
             "down_weight": (hidden, inner) if dense else None,
             "down_bias": (hidden,) if dense and config.mlp_bias and first else None,
         }
+        fp8 = model.quantization == "fp8"
+        scales = dict.fromkeys(f"{name}_scale" for name in ("qkv", "o", "gate_up", "down"))
         for name, shape in shapes.items():
             if shape is None:
                 self.__dict__[name] = None
+            elif fp8 and name.endswith("_weight"):
+                check_fp8_shape(name, shape)
+                self.add_weight(name, *shape, dtype=FP8, device=model.device)
+                scale = name.replace("_weight", "_scale")
+                self.add_weight(scale, shape[0], dtype=torch.float32, device=model.device)
+                del scales[scale]
             else:
                 self.add_weight(name, *shape, dtype=model.dtype, device=model.device)
+        self.__dict__.update(scales)
         self.moe = None
         if config.moe is not None and not dense:
             self.moe = MixtureOfExperts(
@@ -116,6 +140,12 @@ class DecoderLayer(WeightHolder):
             return
         h = silu_mul(F.linear(h, self.gate_up_weight, self.gate_up_bias))
         self._add_reduced(x, F.linear(h, self.down_weight, self.down_bias))
+
+    def matrix(self, name: str) -> torch.Tensor | Fp8Matrix:
+        """Where the weights of ``qkv``, ``o``, ``gate_up`` or ``down`` are written to."""
+        weight: torch.Tensor = getattr(self, f"{name}_weight").data
+        scale: torch.Tensor | None = getattr(self, f"{name}_scale")
+        return weight if scale is None else Fp8Matrix(weight, scale.data)
 
     def _add_reduced(self, x: torch.Tensor, partial: torch.Tensor) -> None:
         x.add_(partial if self.all_reduce is None else self.all_reduce(partial))
@@ -169,6 +199,7 @@ class _FusedLayer:
         if device.type == "cuda":
             count: int = torch.cuda.get_device_properties(device).multi_processor_count
             self._programs = 3 * count // 2
+        self._linear: Linear = F.linear
         self._unsummed: torch.Tensor | None = None
 
     def forward(
@@ -176,14 +207,14 @@ class _FusedLayer:
     ) -> None:
         """`DecoderLayer.forward` with fused operations; `norm` must follow the last layer."""
         h = self.norm(x, layer.input_norm, layer.norm_eps)
-        qkv = F.linear(h, layer.qkv_weight, layer.qkv_bias)
+        qkv = self._linear(h, layer.qkv_weight, layer.qkv_bias)
         attended = backend.attend(layer.index, qkv, layer.transform, step)
         self._add_product(layer, x, attended, layer.o_weight, layer.o_bias)
         h = self.norm(x, layer.post_norm, layer.norm_eps)
         if layer.moe is not None:
             layer._add_reduced(x, layer.moe(h))
             return
-        gate_up = F.linear(h, layer.gate_up_weight, layer.gate_up_bias)
+        gate_up = self._linear(h, layer.gate_up_weight, layer.gate_up_bias)
         active = self._elementwise.silu_mul(gate_up)
         self._add_product(layer, x, active, layer.down_weight, layer.down_bias)
 
@@ -216,6 +247,29 @@ class _FusedLayer:
             self._unsummed = self._skinny.skinny_linear(h, weight, splits)
 
 
+class _InvariantLayer(_FusedLayer):
+    """A fused layer whose products do not depend on the number of rows either."""
+
+    def __init__(self, device: torch.device) -> None:
+        from zipage.kernels.triton.linear import linear
+
+        super().__init__(device)
+        self._linear = self._add_linear = linear
+
+    def _add_product(
+        self,
+        layer: DecoderLayer,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        if layer.all_reduce is None:
+            self._add_linear(h, weight, bias, out=x, add=True)
+        else:
+            layer._add_reduced(x, self._linear(h, weight, bias))
+
+
 class Decoder(WeightHolder):
     """A decoder-only transformer for inference; device and dtype are fixed when it is built.
 
@@ -231,6 +285,7 @@ class Decoder(WeightHolder):
         all_reduce: sums a tensor over the ranks, in place or not, and returns the sum; needed
             when `tp_size` > 1.
         max_positions: rows of the RoPE tables; None for the model's longest text.
+        quantization: ``fp8`` for layers with fp8 weights, see `zipage.models.fp8`; or None.
 
     Attributes:
         num_heads, num_kv_heads, intermediate_size: those of this rank.
@@ -240,10 +295,11 @@ class Decoder(WeightHolder):
         embed_weight: ``[V, E]``.
         head_weight: ``[V, E]``, the same tensor where embeddings are tied.
         final_norm: ``[E]``.
-        num_parameters, weight_bytes: of this rank; tied embeddings count once.
+        num_parameters, weight_bytes: of this rank; tied embeddings count once, and scales of fp8
+            weights only as bytes.
 
     Raises:
-        ConfigError: the model cannot be split over `tp_size` ranks.
+        ConfigError: the model cannot be split over `tp_size` ranks, or its layers cannot be fp8.
     """
 
     embed_weight: torch.Tensor
@@ -260,9 +316,15 @@ class Decoder(WeightHolder):
         tp_size: int = 1,
         all_reduce: AllReduce | None = None,
         max_positions: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         super().__init__()
         _check_split(config, tp_size)
+        if quantization is not None and config.moe is not None:
+            raise ConfigError(
+                f"quantization={quantization!r} does not run {config.architecture}: its experts "
+                f"have no fp8 products; leave quantization out"
+            )
         if tp_size > 1 and all_reduce is None:
             raise ValueError(f"tp_size {tp_size} needs an all_reduce")
         self.config = config
@@ -271,6 +333,7 @@ class Decoder(WeightHolder):
         self.tp_rank = tp_rank
         self.tp_size = tp_size
         self.all_reduce = all_reduce
+        self.quantization = quantization
         self.num_heads = config.num_heads // tp_size
         self.num_kv_heads = max(1, config.num_kv_heads // tp_size)
         self.intermediate_size = config.intermediate_size // tp_size
@@ -289,13 +352,21 @@ class Decoder(WeightHolder):
         layers = tuple(DecoderLayer(self, i) for i in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.decoder_layers: tuple[DecoderLayer, ...] = layers
-        self.num_parameters = sum(weight.numel() for weight in self.parameters())
-        self.weight_bytes = self.num_parameters * dtype.itemsize
+        self.num_parameters = sum(
+            weight.numel()
+            for name, weight in self.named_parameters()
+            if not name.endswith("_scale")
+        )
+        self.weight_bytes = sum(weight.nbytes for weight in self.parameters())
         self._packed_head: PackedLinear | None = None
         self._fused: _FusedLayer | None = None
+        self._invariant_head: Callable[..., torch.Tensor] | None = None
+        self._fp8 = Fp8Path(TorchElementwise()) if quantization == "fp8" else None
 
     def pack(self) -> None:
         """Lay out the loaded weights for the native CPU kernels, once: fp32, one rank.
+
+        Layers in fp8 stay as they are.
 
         Raises:
             NativeUnavailable: the kernels cannot be built on this machine.
@@ -307,15 +378,31 @@ class Decoder(WeightHolder):
             return
         if self.all_reduce is not None:
             raise ValueError("only an unsharded model can be packed")
-        for layer in self.decoder_layers:
-            layer.packed = _PackedLayer(layer)
+        if self._fp8 is None:
+            for layer in self.decoder_layers:
+                layer.packed = _PackedLayer(layer)
         self._packed_head = PackedLinear(self.head_weight)
         if not self.config.tie_word_embeddings:
             self.head_weight.data = torch.empty(0)
 
-    def fuse(self) -> None:
-        """Use Triton kernels for the operations between matrix products (CUDA)."""
-        fused = _FusedLayer(self.device)
+    def fuse(self, batch_invariant: bool = False) -> None:
+        """Use Triton kernels for the operations between matrix products (CUDA).
+
+        Args:
+            batch_invariant: for the products too, so that a row does not depend on the others.
+        """
+        if batch_invariant:
+            from zipage.kernels.triton.linear import linear
+
+            self._invariant_head = linear
+        if self._fp8 is not None:
+            from zipage.kernels.triton.linear import scaled_linear
+            from zipage.kernels.triton.quantise import TritonElementwise
+
+            product = scaled_linear if batch_invariant else scaled_product
+            self._fp8 = Fp8Path(TritonElementwise(), product)
+            return
+        fused = (_InvariantLayer if batch_invariant else _FusedLayer)(self.device)
         for layer in self.decoder_layers:
             layer.fused = fused
         self._fused = fused
@@ -334,6 +421,8 @@ class Decoder(WeightHolder):
             ``[T', E]`` hidden states after the final norm.
         """
         x = F.embedding(step.input_ids, self.embed_weight)
+        if self._fp8 is not None:
+            return self._fp8.forward(self, x, backend, step)
         if self._fused is not None:
             self._fused.reset()
         for layer in self.decoder_layers:
@@ -362,6 +451,8 @@ class Decoder(WeightHolder):
             hidden: ``[R, E]``.
             out: ``[R, V]`` to be filled, if given.
         """
+        if self._invariant_head is not None:
+            return self._invariant_head(hidden, self.head_weight, out=out)
         rows = hidden.shape[0]
         if out is not None and rows % 4 == 0:
             return torch.mm(hidden, self.head_weight.t(), out=out)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zipage.errors import ModelError
+from zipage.errors import ConfigError, ModelError
 from zipage.models.checkpoint import is_gguf
 from zipage.models.config import ModelConfig, load_model_config, read_json
 from zipage.models.config_values import architecture_names
 from zipage.models.decoder import Decoder
+from zipage.models.fp8 import check_fp8
 from zipage.models.import_lock import IMPORT_LOCK
 from zipage.models.loader import load_model
 from zipage.models.registry import ARCHITECTURES
@@ -57,12 +58,16 @@ def read_config(
     return load_transformers_config(path, max_model_len)
 
 
-def count_parameters(config: ModelConfig | TransformersConfig, dtype: torch.dtype) -> int:
-    """Parameters of a model that need not be loaded; tied weights count once."""
+def count_weights(
+    config: ModelConfig | TransformersConfig, dtype: torch.dtype, quantization: str | None = None
+) -> tuple[int, int]:
+    """Parameters and bytes of a model that need not be loaded; tied weights count once."""
     if not isinstance(config, ModelConfig):
-        return config.num_parameters
+        return config.num_parameters, config.num_parameters * dtype.itemsize
     # On the meta device weights have shapes and no storage.
-    return Decoder(config, dtype, torch.device("meta"), max_positions=1).num_parameters
+    meta = torch.device("meta")
+    decoder = Decoder(config, dtype, meta, max_positions=1, quantization=quantization)
+    return decoder.num_parameters, decoder.weight_bytes
 
 
 def load_weights(
@@ -73,11 +78,30 @@ def load_weights(
     load_format: str,
     seed: int,
     max_positions: int | None = None,
+    quantization: str | None = None,
 ) -> Decoder | TransformersModel:
-    """Build the model that `config` describes and fill it; see the two loaders."""
+    """Build the model that `config` describes and fill it; see the two loaders.
+
+    Raises:
+        ConfigError: the model, the device or the dtype cannot be quantised so.
+    """
     if isinstance(config, ModelConfig):
+        if quantization == "fp8":
+            check_fp8(device, dtype)
         return load_model(
-            config, path, dtype, device, load_format, seed, max_positions=max_positions
+            config,
+            path,
+            dtype,
+            device,
+            load_format,
+            seed,
+            max_positions=max_positions,
+            quantization=quantization,
+        )
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} needs the decoder; {config.architecture} runs in "
+            f"transformers' own code: leave quantization out"
         )
     with IMPORT_LOCK:
         from zipage.models.transformers_model import load_transformers_model

@@ -11,6 +11,7 @@ from zipage.errors import ConfigError, ModelError
 from zipage.models.checkpoint import INDEX_FILE, SINGLE_FILE, is_gguf, open_checkpoint
 from zipage.models.config import ModelConfig
 from zipage.models.decoder import AllReduce, Decoder
+from zipage.models.fp8 import FP8, Fp8Matrix
 from zipage.models.weight_plan import fill_weights
 
 EMBEDDED_MODEL = "zipage-tiny"
@@ -96,11 +97,12 @@ def load_model(
     tp_size: int = 1,
     all_reduce: AllReduce | None = None,
     max_positions: int | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """Build a decoder and fill it.
 
     Weights are copied tensor by tensor from memory-mapped files, so that the decoder's own copy
-    is the only whole one; a tensor-parallel rank reads its shard alone.
+    is the only whole one, in fp8 as well; a tensor-parallel rank reads its shard alone.
 
     Args:
         config: the model.
@@ -110,11 +112,12 @@ def load_model(
         load_format: ``auto``, or ``dummy`` for random weights (normal, standard deviation 0.02,
             repeated after 4 million of them).
         seed: seed of dummy weights.
-        tp_rank, tp_size, all_reduce, max_positions: see `Decoder`.
+        tp_rank, tp_size, all_reduce, max_positions, quantization: see `Decoder`.
 
     Raises:
         ModelError: files are missing or broken, or tensors are missing, surplus or misshapen.
-        ConfigError: `load_format` is unknown or the model cannot be split over `tp_size` ranks.
+        ConfigError: `load_format` is unknown, or the model cannot be split over `tp_size` ranks or
+            quantised so.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
@@ -127,6 +130,7 @@ def load_model(
             tp_size=tp_size,
             all_reduce=all_reduce,
             max_positions=max_positions,
+            quantization=quantization,
         )
     except RuntimeError as error:
         # What torch says of a tensor that no memory, or no 64-bit number, can hold.
@@ -159,10 +163,20 @@ def _fill_dummy(decoder: Decoder, seed: int) -> None:
         if name.endswith("norm"):
             weight.data.fill_(1.0)
             continue
-        flat = weight.data.view(-1)
+        if name.endswith("_scale"):
+            continue  # written with its weight
+        target = weight.data
+        matrix: torch.Tensor | Fp8Matrix = target
+        if target.dtype == FP8:
+            _, index, of = name.split(".")
+            matrix = decoder.decoder_layers[int(index)].matrix(of.removesuffix("_weight"))
+            target = torch.empty(target.shape, dtype=decoder.dtype, device=decoder.device)
+        flat = target.view(-1)
         done = 0
         while done < flat.numel():
             count = min(length - offset, flat.numel() - done)
             flat[done : done + count] = numbers[offset : offset + count]
             done += count
             offset = (offset + count) % length
+        if matrix is not target:
+            matrix.copy_(target)

@@ -32,6 +32,12 @@ is ignored. Tensors that are missing, surplus or misshapen are refused by name; 
 `lm_head.weight` and `rotary_emb.inv_freq` buffers may be there. Pickles (`pytorch_model.bin`)
 are not loaded. Quantised safetensors (GPTQ, AWQ, FP8, bitsandbytes) are refused.
 
+**`quantization="fp8"`** quantises the weights of the layers to e4m3 when they are loaded, with a
+scale for every output, and activations token by token; the output head, embeddings and norms stay
+as they are. It takes GPUs of compute capability 8.9 or higher in bfloat16, and runs on the CPU as a
+slow reference. Mixtures of experts, models in transformers' code and weights whose sides are no
+multiples of 16 are refused.
+
 **Sliding windows** are not implemented. A model that has one loads if `max_model_len` is at
 most the window, where a window changes nothing (`max_model_len=2047` for Phi-3-mini-4k).
 

@@ -11,11 +11,12 @@ from zipage.errors import ModelError
 from zipage.models.checkpoint import Checkpoint
 from zipage.models.config import ModelConfig
 from zipage.models.decoder import Decoder, DecoderLayer
+from zipage.models.fp8 import Fp8Matrix
 from zipage.models.moe import MixtureOfExperts
 
 
 def fill_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint's tensors into a decoder, one by one.
+    """Copy a checkpoint's tensors into a decoder, one by one; into fp8 weights quantised.
 
     Raises:
         ModelError: tensors are missing, surplus, misshapen or unreadable; the message names them.
@@ -47,7 +48,7 @@ class _Part:
     """The part of a tensor that `index` cuts out, and where it is copied."""
 
     index: tuple[slice, ...]
-    destination: torch.Tensor
+    destination: torch.Tensor | Fp8Matrix
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,10 @@ class _Planner:
             "k_proj": _Rows(config.num_kv_heads * dim, kv_start, kv, q),
             "v_proj": _Rows(config.num_kv_heads * dim, kv_start, kv, q + kv),
         }
-        self._rows(base, "qkv_proj", parts, layer.qkv_weight, layer.qkv_bias)
+        self._rows(base, "qkv_proj", parts, layer.matrix("qkv"), layer.qkv_bias)
         total = config.num_heads * dim
-        self._columns(f"{base}o_proj", rank * q, total, layer.o_weight, layer.o_bias, config.o_bias)
+        out = layer.matrix("o")
+        self._columns(f"{base}o_proj", rank * q, total, out, layer.o_bias, config.o_bias)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._whole(base + "q_norm.weight", layer.q_norm)
             self._whole(base + "k_norm.weight", layer.k_norm)
@@ -130,12 +132,12 @@ class _Planner:
             "gate_proj": _Rows(config.intermediate_size, start, inner, 0),
             "up_proj": _Rows(config.intermediate_size, start, inner, inner),
         }
-        self._rows(base, "gate_up_proj", parts, layer.gate_up_weight, layer.gate_up_bias)
+        self._rows(base, "gate_up_proj", parts, layer.matrix("gate_up"), layer.gate_up_bias)
         self._columns(
             f"{base}down_proj",
             start,
             config.intermediate_size,
-            layer.down_weight,
+            layer.matrix("down"),
             layer.down_bias,
             config.mlp_bias,
         )
@@ -181,27 +183,27 @@ class _Planner:
         base: str,
         fused_name: str,
         parts: dict[str, _Rows],
-        weight: torch.Tensor,
+        weight: torch.Tensor | Fp8Matrix,
         bias: torch.Tensor | None,
     ) -> None:
         """Projections that the decoder computes as one, and the checkpoint may store as one."""
-        for kind, tensor in (("weight", weight), ("bias", bias)):
+        for kind, tensor in (("weight", weight), ("bias", None if bias is None else bias.data)):
             if tensor is None:
                 continue
             if not self.config.fused_projections:
-                self._separate_rows(base, parts, tensor.data, kind)
+                self._separate_rows(base, parts, tensor, kind)
                 continue
             offset, copies = 0, []
             for rows in parts.values():
                 index = (slice(offset + rows.start, offset + rows.start + rows.length),)
-                copies.append(_Part(index, tensor.data[rows.at : rows.at + rows.length]))
+                copies.append(_Part(index, tensor[rows.at : rows.at + rows.length]))
                 offset += rows.total
             self.targets[f"{base}{fused_name}.{kind}"] = _Target(
                 (offset, *tensor.shape[1:]), tuple(copies)
             )
 
     def _separate_rows(
-        self, base: str, parts: dict[str, _Rows], weight: torch.Tensor, kind: str
+        self, base: str, parts: dict[str, _Rows], weight: torch.Tensor | Fp8Matrix, kind: str
     ) -> None:
         for name, rows in parts.items():
             part = _Part(
@@ -215,13 +217,13 @@ class _Planner:
         name: str,
         start: int,
         total: int,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Fp8Matrix,
         bias: torch.Tensor | None,
         has_bias: bool,
     ) -> None:
         """A projection whose inputs are split over the ranks; the first rank alone has its bias."""
         outputs, inputs = weight.shape
-        part = _Part((slice(None), slice(start, start + inputs)), weight.data)
+        part = _Part((slice(None), slice(start, start + inputs)), weight)
         self.targets[f"{name}.weight"] = _Target((outputs, total), (part,))
         if has_bias:
             copies = () if bias is None else (_Part((), bias.data),)

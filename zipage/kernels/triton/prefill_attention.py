@@ -72,7 +72,11 @@ def _attend_tile(
     return new_top, total, out
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables", "cache_lens", "tiles"],
+)
 def _prefill_kernel(
     q,  # [rows, q_stride]
     kv,  # [N, 2, H, b, D] of the layer
@@ -93,6 +97,7 @@ def _prefill_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     QUANTISED: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -124,6 +129,10 @@ def _prefill_kernel(
     limit = context + tl.minimum(token, fresh - 1)
     end = tl.minimum(cache_len, context + first + TOKENS)
     unmasked = (context + first + 1) // TILE * TILE
+    if INVARIANT:
+        # Which slots are masked for all rows depends on the chunk; with and without a mask the
+        # same arithmetic may be compiled to other roundings.
+        unmasked = 0
     table = tables + seq * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -141,6 +150,8 @@ def _prefill_kernel(
     if QUANTISED:
         out *= tl.load(kv_scales + NUM_KV_HEADS + kv_head)
     pointer = attended + ((row + token)[:, None] * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
+    # Padding of a graph has no cache.
+    total = tl.where(total == 0.0, 1.0, total)
     tl.store(pointer, (out / total[:, None]).to(attended.dtype.element_ty), mask=mask)
 
 
@@ -157,15 +168,19 @@ class PrefillAttention:
     Args:
         cache: the KV pool.
         scale: factor of the attention logits.
+        batch_invariant: the result of a token is bitwise the same wherever it lies in a chunk.
     """
 
-    def __init__(self, cache: KVCache, scale: float) -> None:
+    def __init__(self, cache: KVCache, scale: float, batch_invariant: bool = False) -> None:
         spec = cache.spec
         self.cache = cache
         self._scale_log2 = scale * 1.4426950408889634
         group = spec.num_heads // spec.num_kv_heads
         small = spec.dtype == torch.float32
-        self._rows = max(32 if small else 128, triton.next_power_of_2(group))
+        self._invariant = batch_invariant
+        # Single tokens are tiles of their own there, and use few of the rows.
+        most = 64 if batch_invariant else 128
+        self._rows = max(32 if small else most, triton.next_power_of_2(group))
         self._tile = 32 if small else 64
         self._dim_padded = max(16, triton.next_power_of_2(spec.head_dim))
         #: New tokens of a tile.
@@ -230,6 +245,7 @@ class PrefillAttention:
             TILE=self._tile,
             PRECISION="ieee" if spec.dtype == torch.float32 else "tf32",
             QUANTISED=spec.is_quantised,
+            INVARIANT=self._invariant,
             num_warps=8 if self._rows >= 128 else 4,
             num_stages=3 if self._dim_padded <= 128 and spec.dtype.itemsize == 2 else 2,
         )

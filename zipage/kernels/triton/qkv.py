@@ -17,7 +17,8 @@ from zipage.kernels.triton.fp8 import to_fp8
 _HEADS = 8
 
 
-@triton.jit
+# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping", "capture"])
 def _qkv_kernel(
     qkv,  # [T', (Q + 2 H) D]
     kv,  # [N, 2, H, b, D] of the layer
@@ -130,7 +131,12 @@ def _scale(x, factor, q_norm, k_norm, offsets, mask, is_query, normed):
 
 
 def prepare_qkv(
-    layer: int, qkv: torch.Tensor, transform: QKVTransform, step: StepInputs, cache: KVCache
+    layer: int,
+    qkv: torch.Tensor,
+    transform: QKVTransform,
+    step: StepInputs,
+    cache: KVCache,
+    capture: bool | None = None,
 ) -> None:
     """Norm and rotate queries in place, write keys and values to their slots, capture queries.
 
@@ -143,7 +149,9 @@ def prepare_qkv(
         transform: norms and RoPE.
         step: the step's metadata.
         cache: the KV pool.
+        capture: whether to launch the kernel that can capture queries; None if `step` has some.
     """
+    capture = step.any_capture if capture is None else capture
     spec = cache.spec
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     half = transform.cos.shape[1]
@@ -154,7 +162,7 @@ def prepare_qkv(
         qkv,
         cache.kv[layer],
         cache.kv_scales[layer],
-        cache.queries[layer] if step.any_capture else qkv,
+        cache.queries[layer] if capture else qkv,
         transform.q_norm if norm else qkv,
         transform.k_norm if norm else qkv,
         transform.cos,
@@ -171,7 +179,7 @@ def prepare_qkv(
         HALF_PADDED=max(triton.next_power_of_2(half), 1),
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
         NORM=norm,
-        CAPTURE=step.any_capture,
+        CAPTURE=capture,
         QUANTISED=spec.is_quantised,
         HEADS=_HEADS,
         num_warps=4,
