@@ -121,6 +121,12 @@ def test_float32_on_cuda(device: str) -> None:
     compare(options, count=64, longest=200, pool=100)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
+def test_with_an_fp8_kv_cache(device: str) -> None:
+    options = {**TINY, "device": device, "dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    compare({**options, "max_num_seqs": 64}, count=64, longest=200, pool=100)
+
+
 def test_the_torch_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch_invariant=True with attention_backend='torch'"):
         make_llm(batch_invariant=True, attention_backend="torch")
