@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-import zipage.engine.engine as engine_module
+import zipage.engine.input_processor as input_module
+import zipage.engine.output_processor as output_module
 import zipage.execution.model_runner as runner_module
 from zipage.engine.detokenizer import IncrementalDetokenizer
 from zipage.engine.engine import LLMEngine
@@ -66,12 +67,12 @@ SEAMS = (
     Seam("swap in", lambda e: e.core.runner.swap, "swap_in", weight=9),
     Seam("swap out's end", lambda e: e.core.runner.swap, "swap_out", weight=9, after=True),
     Seam("swap in's end", lambda e: e.core.runner.swap, "swap_in", weight=9, after=True),
-    Seam("prompt encoding", lambda e: engine_module, "encode_prompt", weight=4),
-    Seam("detokeniser start", lambda e: engine_module, "IncrementalDetokenizer"),
+    Seam("prompt encoding", lambda e: input_module, "encode_prompt", weight=4),
+    Seam("detokeniser start", lambda e: output_module, "IncrementalDetokenizer"),
     Seam("detokeniser push", lambda e: IncrementalDetokenizer, "push", weight=3),
     Seam("detokeniser finish", lambda e: IncrementalDetokenizer, "finish", weight=3),
-    Seam("final text", lambda e: engine_module, "decode_final", weight=3),
-    Seam("token text", lambda e: engine_module, "token_text"),
+    Seam("final text", lambda e: output_module, "decode_final", weight=3),
+    Seam("token text", lambda e: output_module, "token_text"),
     Seam("queueing", lambda e: e.core.scheduler, "add"),
     Seam("compression plans", lambda e: e.core.scheduler, "plan_compressions", contained=False),
     Seam("schedule", lambda e: e.core.scheduler, "schedule", contained=False),
@@ -88,7 +89,7 @@ SEAMS = (
         weight=2,
     ),
     Seam("request end", lambda e: e.core.scheduler, "finish", contained=False),
-    Seam("report", lambda e: e, "_report", contained=False),
+    Seam("report", lambda e: e.outputs, "_report", contained=False),
 )
 #: Seams in the code of a caller, which the drivers call through `Injector.at`.
 CALLER_SEAMS = ("on_step callback", "stream consumer", "async consumer")

@@ -70,7 +70,7 @@ def test_failed_detokeniser_fails_its_request_only() -> None:
         params = [greedy(20, stop=["never"]), greedy(20)]
         llm.engine.add_request(prompts[0], params[0], "a")
         llm.engine.add_request(prompts[1], params[1], "b")
-        answer = llm.engine._groups["a"].requests[0].payload
+        answer = llm.engine.outputs._groups["a"].answers[0]
 
         def push(ids):  # type: ignore[no-untyped-def]
             raise ValueError("bad bytes")
@@ -147,7 +147,7 @@ def test_failed_swap_fails_its_request_only(direction: str) -> None:
             raise MemoryError("host memory is full")
 
         setattr(core.runner, direction, fail)
-        victim = next(r for r in core.scheduler.running if r.payload.group_id == "b")
+        victim = next(r for r in core.scheduler.running if r.external_id == "b")
         core.scheduler._preempt(victim)
         done = {}
         while llm.engine.has_unfinished:
@@ -163,7 +163,7 @@ def test_failed_decoding_of_a_logprob_fails_its_request_only(
     def token_text(tokenizer, token):  # type: ignore[no-untyped-def]
         raise ValueError("no such token")
 
-    monkeypatch.setattr("zipage.engine.engine.token_text", token_text)
+    monkeypatch.setattr("zipage.engine.output_processor.token_text", token_text)
     with make_llm() as llm:
         prompt = prompt_ids(llm, 2, seed=1)
         bad, good = llm.generate([prompt, prompt], [greedy(5, logprobs=1), greedy(5)])
@@ -244,21 +244,21 @@ def test_failure_while_reporting_stops_the_engine_for_all() -> None:
         prompt = prompt_ids(llm, 2, seed=1)
         streams = [llm.stream([prompt], greedy(30)) for _ in range(2)]
         next(streams[0])
-        report = llm.engine._report
+        report = llm.engine.outputs._report
 
         def failing(group):  # type: ignore[no-untyped-def]
-            if len(group.requests[0].payload.output_token_ids) > 5:
+            if len(group.answers[0].token_ids) > 5:
                 raise RuntimeError("no report")
             return report(group)
 
-        llm.engine._report = failing  # type: ignore[method-assign]
+        llm.engine.outputs._report = failing  # type: ignore[method-assign]
         for stream in streams:
             with pytest.raises(EngineDeadError, match="no report"):
                 list(stream)
 
 
 def test_failed_start_of_the_second_answer_queues_nothing(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    from zipage.engine import engine as module
+    from zipage.engine import output_processor as module
 
     made = 0
     start = module.IncrementalDetokenizer
@@ -309,7 +309,7 @@ def test_failure_outside_the_step_reaches_every_caller() -> None:
         def report(group):  # type: ignore[no-untyped-def]
             raise RuntimeError("no report")
 
-        llm.engine._report = report  # type: ignore[method-assign]
+        llm.engine.outputs._report = report  # type: ignore[method-assign]
 
         async def ask() -> None:
             async for _ in llm.generate([5, 6, 7], SamplingParams(max_tokens=5)):

@@ -202,7 +202,7 @@ def _drive_engine(run: Run) -> None:
     """Submissions and aborts between steps, through `LLMEngine`."""
     with LLM(**run.options) as llm:
         engine = llm.engine
-        engine._tokenizer = run.solo.tokenizer
+        engine.inputs._tokenizer = run.solo.tokenizer
         _add_shortages(run.rng, engine.core.scheduler)
         todo = dict(run.asks)
         with run.injector.installed(engine):
@@ -260,7 +260,7 @@ def _add_shortages(rng: random.Random, scheduler: Scheduler) -> None:
 def _drive_generate(run: Run) -> None:
     """One call of `LLM.generate`."""
     with LLM(**run.options) as llm:
-        llm.engine._tokenizer = run.solo.tokenizer
+        llm.engine.inputs._tokenizer = run.solo.tokenizer
         asks = list(run.asks.values())
         with run.injector.installed(llm.engine):
             try:
@@ -281,7 +281,7 @@ def _drive_generate(run: Run) -> None:
 def _drive_stream(run: Run) -> None:
     """Two streams read in turn by consumers that may fail."""
     with LLM(**run.options) as llm:
-        llm.engine._tokenizer = run.solo.tokenizer
+        llm.engine.inputs._tokenizer = run.solo.tokenizer
         names = list(run.asks)
         half = len(names) // 2
         with run.injector.installed(llm.engine):
@@ -339,7 +339,7 @@ def _drive_async(run: Run) -> None:
             run.outcomes[name] = result
 
     llm = AsyncLLM(**run.options)
-    llm.engine._tokenizer = run.solo.tokenizer
+    llm.engine.inputs._tokenizer = run.solo.tokenizer
     with run.injector.installed(llm.engine):
         asyncio.run(scenario(llm))
         llm.shutdown()

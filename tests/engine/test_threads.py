@@ -253,7 +253,7 @@ def test_interrupts_come_between_steps(
             (core._executor, "submit"),
             (core._executor, "poll"),
             (core.scheduler, "finish"),
-            (llm.engine, "_report"),
+            (llm.engine.outputs, "_report"),
             (llm.engine, "add_request"),
         ]
         went_on = [False]

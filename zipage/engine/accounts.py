@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from zipage.engine.request import Request
-from zipage.engine.sequence import SequenceState
+from zipage.engine.core_io import EngineRequest
 from zipage.engine.stats import EngineStats, FinishedCompletion
 from zipage.observe.trace import TraceRecorder
-from zipage.outputs import RequestMetrics
+from zipage.outputs import FinishReason, RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +35,28 @@ class _Counters:
     completions_error: int = 0
 
 
+class Answer(Protocol):
+    """One of a request's answers that ended."""
+
+    sequence_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    error: str | None
+    metrics: RequestMetrics
+
+
 class RequestAccounts:
     """Keeps account of requests from submission to end. No text goes through here.
 
     Attributes:
-        recorder: is told of both, if there is one.
+        recorder: is told of their ends, if there is one.
     """
 
     def __init__(self) -> None:
         self.recorder: TraceRecorder | None = None
         self._counters = _Counters()
         self._ended: list[FinishedCompletion] = []
-        #: What `time.perf_counter` counts from, in seconds since the epoch.
-        self._epoch = time.time() - time.perf_counter()
 
     def refused(self, request_id: object, why: str) -> None:
         """A request was refused; `why` must not quote its prompt."""
@@ -59,23 +66,17 @@ class RequestAccounts:
             "request %s is refused: %s", name or "without id", why, extra={"request_id": name}
         )
 
-    def accepted(self, request_id: str, requests: Sequence[Request]) -> None:
-        """A request was queued; one of `requests` for each of its answers."""
-        first = requests[0]
+    def accepted(self, request: EngineRequest, kv_budget: int | None) -> None:
+        """A request was queued."""
         self._counters.requests_submitted += 1
-        self._counters.prompt_tokens += first.prompt_len
-        if self.recorder is not None:
-            for index, request in enumerate(requests):
-                name = f"{request_id}#{index}" if len(requests) > 1 else request_id
-                self.recorder.submitted(request, name)
+        self._counters.prompt_tokens += len(request.prompt_token_ids)
         if logger.isEnabledFor(logging.INFO):
-            most = first.max_blocks
             fields = {
-                "request_id": request_id,
-                "prompt_tokens": first.prompt_len,
-                "n": len(requests),
-                "max_tokens": first.max_tokens,
-                "kv_budget": None if most is None else (most - 1) * first.block_size,
+                "request_id": request.request_id,
+                "prompt_tokens": len(request.prompt_token_ids),
+                "n": request.params.n,
+                "max_tokens": request.max_tokens,
+                "kv_budget": kv_budget,
             }
             logger.info(
                 "request %(request_id)s is queued: %(prompt_tokens)d prompt tokens, %(n)d answers "
@@ -84,45 +85,45 @@ class RequestAccounts:
                 extra=fields,
             )
 
-    def ended(self, request: Request, answer: SequenceState) -> None:
+    def ended(self, request: EngineRequest, answer: Answer) -> None:
         """One of a request's answers ended."""
         reason = answer.finish_reason
         assert reason is not None
         name = f"completions_{reason}"
         setattr(self._counters, name, getattr(self._counters, name) + 1)
-        metrics = self.metrics(request)
-        generated = len(answer.output_token_ids)
+        prompt_tokens, generated = len(request.prompt_token_ids), len(answer.token_ids)
         self._ended.append(
             FinishedCompletion(
-                request_id=answer.group_id,
+                request_id=request.request_id,
                 index=answer.index,
                 finish_reason=reason,
-                prompt_tokens=request.prompt_len,
+                prompt_tokens=prompt_tokens,
                 generated_tokens=generated,
                 max_tokens=request.max_tokens,
-                metrics=metrics,
+                metrics=answer.metrics,
             )
         )
         if self.recorder is not None:
-            self.recorder.ended(request, reason, metrics)
+            self.recorder.ended(answer.sequence_id, reason, answer.metrics)
         level = logging.WARNING if reason == "error" else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(
                 level,
                 "request %s, answer %d: %s after %d tokens and %.3f s%s",
-                answer.group_id,
+                request.request_id,
                 answer.index,
                 _ENDS[reason],
                 generated,
-                metrics.e2e_time,
+                answer.metrics.e2e_time,
                 f": {answer.error}" if answer.error else "",
                 extra={
-                    **request.log_fields,
+                    "request_id": request.request_id,
+                    "sequence_id": answer.sequence_id,
                     "index": answer.index,
                     "finish_reason": reason,
-                    "prompt_tokens": request.prompt_len,
+                    "prompt_tokens": prompt_tokens,
                     "generated_tokens": generated,
-                    **dataclasses.asdict(metrics),
+                    **dataclasses.asdict(answer.metrics),
                 },
             )
 
@@ -135,30 +136,3 @@ class RequestAccounts:
         """Add what is counted here to a snapshot."""
         vars(stats).update(vars(self._counters))
         return stats
-
-    def metrics(self, request: Request) -> RequestMetrics:
-        """Times and events of one answer, up to now if it has not ended."""
-        arrival, started = request.arrival_time, request.first_scheduled_time
-        first, last = request.first_token_time, request.last_token_time
-        # A request that ends by length leaves the scheduler before its last token is known, if
-        # steps are scheduled ahead.
-        end = max(request.finish_time or time.perf_counter(), last or 0.0)
-        rate = 0.0
-        if first is not None and end > first and request.num_output_tokens > 1:
-            rate = (request.num_output_tokens - 1) / (end - first)
-        return RequestMetrics(
-            queue_time=(started or end) - arrival,
-            time_to_first_token=None if first is None else first - arrival,
-            e2e_time=end - arrival,
-            tokens_per_second=rate,
-            compressions=request.compressions,
-            evicted_tokens=request.evicted_tokens,
-            peak_blocks=request.peak_blocks,
-            preemptions=request.preemptions,
-            swaps=request.swaps,
-            cached_prompt_tokens=request.cached_prompt_tokens or 0,
-            arrival_time=self._epoch + arrival,
-            prefill_time=None if first is None or started is None else first - started,
-            decode_time=0.0 if first is None or last is None else last - first,
-            compression_time=request.compression_seconds,
-        )

@@ -12,12 +12,16 @@ from zipage.compression.executor import CompressionOutcome, make_executor
 from zipage.compression.job import CompressionJob
 from zipage.compression.retention import count_keepers
 from zipage.config import EngineConfig
+from zipage.engine.core_io import EngineRequest, ModelInfo, TokenUpdate
 from zipage.engine.request import Request
 from zipage.engine.scheduler import Scheduler, SchedulerConfig, SwapMove
+from zipage.engine.sequence import SequenceState
 from zipage.engine.stats import EngineStats, StepStats
-from zipage.engine.steps import StepRunner, TokenUpdate, failed_update
+from zipage.engine.steps import StepRunner, failed_update
 from zipage.execution.model_runner import ModelRunner, current_device, resolve_device
+from zipage.execution.sampler import SamplingState
 from zipage.observe.trace import TraceRecorder
+from zipage.outputs import RequestMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +56,97 @@ class EngineCore:
         self._steps = StepRunner(self.runner, self.scheduler, self._stats, ahead)
         #: Told of every step, if somebody wants to see them.
         self.recorder: TraceRecorder | None = None
+        #: The answers whose end was not reported yet, by sequence id.
+        self._requests: dict[str, Request] = {}
         #: What the running step did so far; an interrupted one leaves it to the next.
         self._updates: list[TokenUpdate] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request whose `payload` is a `SequenceState`. See `Scheduler.add`."""
-        self.scheduler.add(request)
+    def model_info(self) -> ModelInfo:
+        """What callers need to know of the model and the pool."""
+        runner, tokenizer = self.runner, self.config.tokenizer
+        if tokenizer is None and runner.model_path is not None:
+            tokenizer = str(runner.model_path)
+        return ModelInfo(
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.model_config.vocab_size,
+            eos_token_ids=tuple(runner.model_config.eos_token_ids),
+            num_kv_blocks=self.scheduler.config.num_blocks,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            default_sampling=runner.model_config.default_sampling(),
+        )
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request now; None if it is unknown or has ended."""
-        self._steps.forget(request_id)
-        return self.scheduler.abort(request_id)
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue the answers of a request. After an exception some may be queued: abort them.
+
+        Raises:
+            RequestError: it could never run, see `Scheduler.add`.
+        """
+        leader: Request | None = None
+        for index, sequence_id in enumerate(request.sequence_ids):
+            sequence = self._make_sequence(request, index, leader)
+            self.scheduler.add(sequence)
+            self._requests[sequence_id] = sequence
+            if self.config.enable_prefix_caching:
+                leader = leader or sequence
+        if self.recorder is not None:
+            for index, sequence_id in enumerate(request.sequence_ids):
+                name = request.request_id
+                self.recorder.submitted(
+                    self._requests[sequence_id], f"{name}#{index}" if request.params.n > 1 else name
+                )
+
+    def _make_sequence(self, request: EngineRequest, index: int, leader: Request | None) -> Request:
+        params, runner = request.params, self.runner
+        output: list[int] = []
+        sampling = SamplingState(
+            params,
+            request.prompt_token_ids,
+            output,
+            runner.model_config.eos_token_ids,
+            runner.model_config.vocab_size,
+            runner.device,
+            index,
+        )
+        reads_prompt = (
+            params.prompt_logprobs is not None and index == 0 and len(request.prompt_token_ids) > 1
+        )
+        return Request(
+            request_id=request.sequence_ids[index],
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            block_size=self.config.block_size,
+            max_blocks=request.max_blocks,
+            window=self.config.resolved_window,
+            priority=request.priority,
+            bounded_prefill=self.config.bounded_prefill,
+            salt=request.salt.encode(),
+            leader=leader,
+            # One answer reads the prompt's logits for all of them.
+            next_prompt_logits=0 if reads_prompt else None,
+            report_kept=params.return_kv_stats or self.recorder is not None,
+            external_id=request.request_id,
+            payload=SequenceState(params, sampling, request.stream, output),
+            arrival_time=request.arrival_time,
+        )
+
+    def abort(self, sequence_id: str) -> RequestMetrics | None:
+        """End an answer now; returns its metrics, None if it is unknown or has ended."""
+        self._steps.forget(sequence_id)
+        self.scheduler.abort(sequence_id)
+        request = self._requests.pop(sequence_id, None)
+        return None if request is None else request.metrics()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do."""
         return self.scheduler.has_unfinished or self._steps.has_unread
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted yet, or preempted."""
+        return len(self.scheduler.waiting)
 
     # ------------------------------------------------------------------ the step
 
@@ -112,7 +191,22 @@ class EngineCore:
         self._updates = []
         if recorder is not None:
             recorder.step_ended(step, self.scheduler, plan.scheduled, started, planned, ended)
+        self._add_metrics(updates)
+        if self._requests and not self.has_unfinished:
+            lost = sorted({str(request.external_id) for request in self._requests.values()})
+            raise RuntimeError(f"requests {lost} were lost")
         return updates
+
+    def _add_metrics(self, updates: list[TokenUpdate]) -> None:
+        for update in updates:
+            request = self._requests.get(update.sequence_id)
+            if request is None:
+                continue  # aborted after an interruption
+            if update.finish_reason is not None:
+                del self._requests[update.sequence_id]
+                update.metrics = request.metrics()
+            elif update.token_ids and request.payload.stream:
+                update.metrics = request.metrics()
 
     def _swap(
         self,
@@ -150,7 +244,7 @@ class EngineCore:
         for outcome in outcomes:
             self._stats.compression_seconds += outcome.seconds
             if outcome.error is None:
-                self._compressed(outcome)
+                self._compressed(outcome, updates)
                 continue
             request = self.scheduler.fail_compression(outcome.request_id)
             logger.error(
@@ -162,7 +256,7 @@ class EngineCore:
             if not request.aborted:
                 updates.append(failed_update(request, outcome.error, "compression"))
 
-    def _compressed(self, outcome: CompressionOutcome) -> None:
+    def _compressed(self, outcome: CompressionOutcome, updates: list[TokenUpdate]) -> None:
         job = self.scheduler.jobs[outcome.request_id]
         request = self.scheduler.finish_compression(outcome.request_id)
         request.compression_seconds += outcome.seconds
@@ -170,8 +264,8 @@ class EngineCore:
         record = None
         if outcome.kept is not None:
             record = count_keepers(outcome.kept, job, outcome.seconds)
-            if request.payload.kv_stats is not None:
-                request.payload.kv_stats.append(record)
+            if request.payload.params.return_kv_stats:
+                updates.append(TokenUpdate(request.request_id, kv_stats=[record]))
         if self.recorder is not None:
             now = time.perf_counter()
             self.recorder.compression_ended(job, outcome.started, outcome.seconds, now, record)

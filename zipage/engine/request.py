@@ -7,6 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from zipage.outputs import RequestMetrics
+
+#: What `time.perf_counter` counts from, in seconds since the epoch.
+EPOCH = time.time() - time.perf_counter()
+
 #: Stands in `Request.token_ids` for a token that was sampled on the device and not read yet.
 PENDING_TOKEN = -1
 
@@ -151,6 +156,33 @@ class Request:
             "request_id": self.external_id or self.request_id,
             "sequence_id": self.request_id,
         }
+
+    def metrics(self) -> RequestMetrics:
+        """Times and KV cache events, up to now if it has not ended."""
+        arrival, started = self.arrival_time, self.first_scheduled_time
+        first, last = self.first_token_time, self.last_token_time
+        # A request that ends by length leaves the scheduler before its last token is known, if
+        # steps are scheduled ahead.
+        end = max(self.finish_time or time.perf_counter(), last or 0.0)
+        rate = 0.0
+        if first is not None and end > first and self.num_output_tokens > 1:
+            rate = (self.num_output_tokens - 1) / (end - first)
+        return RequestMetrics(
+            queue_time=(started or end) - arrival,
+            time_to_first_token=None if first is None else first - arrival,
+            e2e_time=end - arrival,
+            tokens_per_second=rate,
+            compressions=self.compressions,
+            evicted_tokens=self.evicted_tokens,
+            peak_blocks=self.peak_blocks,
+            preemptions=self.preemptions,
+            swaps=self.swaps,
+            cached_prompt_tokens=self.cached_prompt_tokens or 0,
+            arrival_time=EPOCH + arrival,
+            prefill_time=None if first is None or started is None else first - started,
+            decode_time=0.0 if first is None or last is None else last - first,
+            compression_time=self.compression_seconds,
+        )
 
     def set_blocks(self, block_ids: list[int]) -> None:
         """Replace the block table."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from zipage.engine.core_io import TokenUpdate
 from zipage.engine.request import PENDING_TOKEN, Request, RequestStatus
 from zipage.engine.scheduler import ScheduledTokens, Scheduler, StepPlan
 from zipage.engine.split import halve_requests, halve_tokens, largest
@@ -19,29 +20,9 @@ from zipage.execution.faults import (
 )
 from zipage.execution.model_runner import ModelRunner
 from zipage.execution.sampler import LaunchedSample, SamplerOutput
-from zipage.outputs import FinishReason, Logprob
 from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TokenUpdate:
-    """What one step did to one request.
-
-    `prompt_logprobs` are those of the next prompt tokens, if they were asked for; such an update
-    may come without a token. `finish_reason` is None while it goes on, else ``stop``, ``length``,
-    ``abort`` or ``error``; `stop_reason` is the stop token id that ended it, if one of the
-    caller's did.
-    """
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -222,10 +203,10 @@ class StepRunner:
         updates: list[TokenUpdate],
     ) -> None:
         """Put a token of the step in flight in the place of its `PENDING_TOKEN`."""
-        update = TokenUpdate(request, error=output.errors.get(row))
+        update = TokenUpdate(request.request_id, error=output.errors.get(row))
         request.token_ids.pop()
         if update.error is None:
-            self._append_token(update, output, row, now)
+            self._append_token(request, update, output, row, now)
         else:
             self._scheduler.prefix_cache.forget(request.block_hashes)
             update.finish_reason = "error"
@@ -305,7 +286,7 @@ class StepRunner:
         for item in plan.scheduled:
             request = item.request
             self._count_tokens(item)
-            update = TokenUpdate(request)
+            update = TokenUpdate(request.request_id)
             read = prompts.get(request.request_id) if prompts else None
             if read is not None:
                 update.prompt_logprobs = None if read.fault else read.entries
@@ -315,7 +296,7 @@ class StepRunner:
             if item.samples:
                 update.error = update.error or output.errors.get(row)
                 if update.error is None:
-                    self._append_token(update, output, row, now)
+                    self._append_token(request, update, output, row, now)
                 row += 1
             if update.error is not None:
                 # What is in its blocks may be no better than its logits.
@@ -339,9 +320,9 @@ class StepRunner:
             self.numbers.decode_tokens += 1
 
     def _append_token(
-        self, update: TokenUpdate, output: SamplerOutput, row: int, now: float
+        self, request: Request, update: TokenUpdate, output: SamplerOutput, row: int, now: float
     ) -> None:
-        request, token = update.request, output.token_ids[row]
+        token = output.token_ids[row]
         request.token_ids.append(token)
         request.payload.output_token_ids.append(token)
         if request.last_token_time is None:
@@ -380,4 +361,4 @@ def _forget_draws(part: Iterable[ScheduledTokens]) -> None:
 def failed_update(request: Request, error: BaseException, where: str) -> TokenUpdate:
     """The end of a request because of `error`."""
     cause = f"{where} failed: {type(error).__name__}: {error}"
-    return TokenUpdate(request, finish_reason="error", error=cause)
+    return TokenUpdate(request.request_id, finish_reason="error", error=cause)

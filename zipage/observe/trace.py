@@ -171,11 +171,12 @@ class TraceRecorder:
         )
         self._count("query slots", ended, leased=scheduler.num_query_slots_in_use)
 
-    def ended(self, request: Request, reason: FinishReason, metrics: RequestMetrics) -> None:
+    def ended(self, sequence_id: str, reason: FinishReason, metrics: RequestMetrics) -> None:
         """A request came to its end; `ended` of one that is not traced does nothing."""
-        lane = self._lanes.pop(request.request_id, None)
+        lane = self._lanes.pop(sequence_id, None)
         if lane is None:
             return
+        request = lane.request
         now = time.perf_counter()
         self._computes(lane, now)
         self._instant(lane, "finished", now, finish_reason=reason)
