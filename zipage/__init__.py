@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zipage.config import EngineConfig
     from zipage.engine.async_llm import AsyncLLM
-    from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, ZipageError
+    from zipage.engine.process_client import EngineProcessClient
+    from zipage.errors import (
+        ConfigError,
+        EngineDeadError,
+        EngineOverloadedError,
+        ModelError,
+        RequestError,
+        RequestTimeoutError,
+        ZipageError,
+    )
     from zipage.llm import LLM
     from zipage.outputs import (
         CompletionOutput,
@@ -29,10 +38,13 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
+    "EngineOverloadedError",
+    "EngineProcessClient",
     "ModelError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestTimeoutError",
     "SamplingParams",
     "Usage",
     "ZipageError",
@@ -42,13 +54,22 @@ _HOME = {
     "LLM": "zipage.llm",
     "AsyncLLM": "zipage.engine.async_llm",
     "EngineConfig": "zipage.config",
+    "EngineProcessClient": "zipage.engine.process_client",
     "SamplingParams": "zipage.sampling_params",
     **dict.fromkeys(
         ("CompletionOutput", "CompressionRecord", "RequestMetrics", "RequestOutput", "Usage"),
         "zipage.outputs",
     ),
     **dict.fromkeys(
-        ("ConfigError", "EngineDeadError", "ModelError", "RequestError", "ZipageError"),
+        (
+            "ConfigError",
+            "EngineDeadError",
+            "EngineOverloadedError",
+            "ModelError",
+            "RequestError",
+            "RequestTimeoutError",
+            "ZipageError",
+        ),
         "zipage.errors",
     ),
 }

@@ -23,6 +23,14 @@ class EngineDeadError(ZipageError, RuntimeError):
     """The engine stopped after a failure it could not contain; the cause is chained."""
 
 
+class EngineOverloadedError(ZipageError, RuntimeError):
+    """A request is refused because enough others wait already; it may be tried again later."""
+
+
+class RequestTimeoutError(ZipageError, TimeoutError):
+    """A request took longer than its `timeout`, and was aborted."""
+
+
 _LONGEST_SHOWN = 200
 
 

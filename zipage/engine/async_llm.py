@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import queue
 import threading
-import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from zipage.config import EngineConfig
+from zipage.engine.client import EngineClient, OutputStream, wake
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.stats import EngineStats
 from zipage.errors import EngineDeadError
@@ -26,21 +24,13 @@ logger = logging.getLogger(__name__)
 _JOIN_SECONDS = 10.0
 
 
-@dataclass
-class _Listener:
-    """Where the outputs of one request go."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[RequestOutput | BaseException]
-
-    def put(self, item: RequestOutput | BaseException) -> None:
-        # A closed loop means that nobody listens any more.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+#: Unread outputs kept for a slow reader.
+_UNREAD = 64
 
 
-class AsyncLLM:
-    """The engine for asyncio programs. Methods may be called from any event loop and thread.
+class AsyncLLM(EngineClient):
+    """The engine on a thread, for asyncio programs. Methods may be called from any event loop and
+    thread.
 
     Only the engine thread touches the engine: submissions and aborts are commands to it, carried
     out between two steps. The thread ends with `shutdown`, when the `AsyncLLM` is
@@ -51,6 +41,7 @@ class AsyncLLM:
         on_step: called on the engine's thread after every step, with `EngineStats` whose
             `last_step` says what happened in it. It must be quick and must not raise: if it does,
             that is logged and it is not called again.
+        max_queued_requests: see `EngineClient`.
         **options: any option of `EngineConfig`.
     """
 
@@ -59,9 +50,11 @@ class AsyncLLM:
         model: str | None = None,
         *,
         on_step: Callable[[EngineStats], None] | None = None,
+        max_queued_requests: int | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.from_options({"model": model, **options})
+        config = EngineConfig.from_options({"model": model, **options})
+        super().__init__(config, max_queued_requests, _UNREAD)
         self.engine = LLMEngine(self.config)
         # Neither the thread nor a command refers to this object, so that it can be collected.
         self._loop = _EngineLoop(self.engine, on_step)
@@ -72,26 +65,15 @@ class AsyncLLM:
         self._thread.start()
         weakref.finalize(self, _dismiss, self._loop, self._thread)
 
-    async def generate(
+    async def _submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        salt: str = "",
-    ) -> AsyncIterator[RequestOutput]:
-        """Answer a prompt; yields the output so far after every new token.
-
-        Leaving the iteration early, or cancelling the task, aborts the request.
-
-        Raises:
-            RequestError: the request is refused.
-            EngineDeadError: the engine failed or was shut down.
-        """
-        params = sampling_params or SamplingParams(temperature=0.0)
-        name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        salt: str,
+        stream: OutputStream,
+    ) -> Callable[[], None]:
         loop = self._loop
         accepted = False
 
@@ -99,35 +81,23 @@ class AsyncLLM:
             try:
                 loop.engine.add_request(prompt, params, name, priority, stream=True, salt=salt)
             except Exception as error:
-                listener.put(error)
+                stream.fail(error)
+                wake([stream])
                 return
             nonlocal accepted
             accepted = True
-            loop.listeners[name] = listener
+            loop.listeners[name] = stream
 
         def withdraw() -> None:
-            if accepted and loop.listeners.get(name) is listener:
+            if accepted and loop.listeners.get(name) is stream:
                 del loop.listeners[name]
                 loop.engine.abort(name)
 
         with self._submission:
             if not self.is_running:
-                if loop.error is not None:
-                    raise _dead(loop.error) from loop.error
-                raise EngineDeadError("the engine was shut down")
+                raise self._death or EngineDeadError("the engine was shut down")
             loop.commands.put(submit)
-        finished = False
-        try:
-            while not finished:
-                item = await listener.queue.get()
-                if isinstance(item, BaseException):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
-        finally:
-            if not finished:
-                loop.commands.put(withdraw)
+        return lambda: loop.commands.put(withdraw)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iteration ends with finish reason ``abort``."""
@@ -149,6 +119,30 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
         return not self._stopped and self._loop.error is None
+
+    @property
+    def _num_queued(self) -> int:
+        return self._loop.num_queued
+
+    @property
+    def _death(self) -> EngineDeadError | None:
+        error = self._loop.error
+        return None if error is None else _dead(error)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model has logits for."""
+        return self.engine.vocab_size
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling options the model asks for, see `LLM.get_default_sampling_params`."""
+        return self.engine.inputs.model.default_sampling
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
@@ -172,6 +166,7 @@ class _EngineLoop:
         commands: called in order between two steps; None is the last one.
         listeners: by request id.
         stats: as of the last step or command.
+        num_queued: waiting answers after the last step.
         error: what stopped the engine before its time.
     """
 
@@ -181,8 +176,9 @@ class _EngineLoop:
         self.engine = engine
         self._on_step = on_step
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.listeners: dict[str, _Listener] = {}
+        self.listeners: dict[str, OutputStream] = {}
         self.stats = engine.stats()
+        self.num_queued = 0
         self.error: BaseException | None = None
         self._told_to_stop = False
 
@@ -194,6 +190,7 @@ class _EngineLoop:
                     for output in self.engine.step():
                         self.deliver(output)
                     self.stats = self.engine.stats()
+                    self.num_queued = self.stats.waiting
                     self._report_step()
             for request_id in list(self.listeners):
                 last = self.engine.abort(request_id)
@@ -208,7 +205,8 @@ class _EngineLoop:
                 for output in self.engine.fail_all(error.__cause__ or error):
                     self.deliver(output)
             for listener in self.listeners.values():
-                listener.put(_dead(error))
+                listener.fail(_dead(error))
+            wake(self.listeners.values())
             self.listeners.clear()
             self._refuse_commands()
         finally:
@@ -255,6 +253,7 @@ class _EngineLoop:
             if output.finished:
                 del self.listeners[output.request_id]
             listener.put(output)
+            wake([listener])
 
 
 def _dead(error: BaseException) -> EngineDeadError:

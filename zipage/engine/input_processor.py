@@ -110,6 +110,8 @@ class InputProcessor:
             raise RequestError(f"salt={shown(salt)} must be a string of valid Unicode")
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={shown(request_id)} must be a string or None")
+        if not _is_unicode(request_id):
+            raise RequestError(f"request_id={shown(request_id)} must be valid Unicode")
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise RequestError(f"priority={shown(priority)} must be an integer")
         if not isinstance(params, SamplingParams):

@@ -131,11 +131,15 @@ class OutputProcessor:
         self._groups[request.request_id] = group
         self._answers.update((answer.sequence_id, (group, answer)) for answer in answers)
 
-    def forget(self, request: EngineRequest) -> None:
-        """Expect no updates any more for a request that was not queued after all."""
-        self._groups.pop(request.request_id, None)
+    def forget(self, request: EngineRequest) -> bool:
+        """Expect no updates for a request that was not queued after all; False if it has ended."""
+        group = self._groups.get(request.request_id)
+        if group is None or group.request is not request:
+            return False
+        del self._groups[request.request_id]
         for sequence_id in request.sequence_ids:
             self._answers.pop(sequence_id, None)
+        return True
 
     def clear(self) -> None:
         """Forget all requests."""

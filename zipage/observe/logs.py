@@ -70,3 +70,13 @@ def configure_logging(log_level: str = "warning", log_format: LogFormat = "text"
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logger.addHandler(handler)
     logger.setLevel(log_level.upper())
+
+
+def logging_in_use() -> tuple[str, LogFormat] | None:
+    """Level and format set by `configure_logging`, for another process to do the same."""
+    logger = logging.getLogger("zipage")
+    for handler in logger.handlers:
+        if isinstance(handler, _StderrHandler):
+            json_lines = isinstance(handler.formatter, JsonFormatter)
+            return logging.getLevelName(logger.level).lower(), "json" if json_lines else "text"
+    return None

@@ -1,0 +1,74 @@
+"""Frames over a socket between two processes: a length of four bytes, then so many bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+
+_HEADER = struct.Struct("<I")
+_CHUNK = 1 << 18
+
+
+class Channel:
+    """One end of a stream socket. Any thread may send, one receives.
+
+    Args:
+        end: a connected stream socket, which the channel owns from then on.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(True)
+        self._socket = end
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, waiting for room.
+
+        Raises:
+            OSError: nobody is there to receive it.
+        """
+        with self._sending:
+            self._socket.sendall(_HEADER.pack(len(frame)) + frame)
+
+    def receive(self, timeout: float | None = None) -> bytes | None:
+        """The next frame; None if it is not complete after `timeout` seconds without a byte.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        while True:
+            frame = self._take()
+            if frame is not None:
+                return frame
+            if not self._poll.poll(None if timeout is None else 1000 * timeout):
+                return None
+            try:
+                chunk = self._socket.recv(_CHUNK)
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not chunk:
+                raise EOFError("the other end is closed")
+            self._buffer += chunk
+
+    def _take(self) -> bytes | None:
+        buffer, start = self._buffer, _HEADER.size
+        if len(buffer) < start:
+            return None
+        end = start + _HEADER.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return None
+        frame = bytes(memoryview(buffer)[start:end])
+        del buffer[:end]
+        return frame
+
+    def close(self) -> None:
+        """Close this end; who waits in `receive` at the other one gets EOFError."""
+        with contextlib.suppress(OSError):  # the other end may be closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

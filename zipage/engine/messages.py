@@ -1,0 +1,151 @@
+"""The messages between the engine process and its client: msgspec Structs in MessagePack.
+
+A message is an array whose first element names its type. Prompts go in as token ids and answers
+come out as token ids; text and stop strings never travel.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from zipage.config import EngineConfig
+from zipage.engine.core_io import EngineRequest, ModelInfo, TokenUpdate
+from zipage.engine.stats import EngineStats, StepStats
+
+
+class _Struct(msgspec.Struct, array_like=True, tag=True):
+    """Encoded as an array that starts with the name of the class."""
+
+
+# ------------------------------------------------------------------ to the engine
+
+
+class Start(_Struct):
+    """The first message: what to run.
+
+    Attributes:
+        config: the engine's options.
+        log_level: of the package's log, see `configure_logging`; None configures nothing.
+        log_format: of the same.
+        stats_interval: seconds between two reports of statistics while steps run.
+    """
+
+    config: EngineConfig
+    log_level: str | None
+    log_format: str
+    stats_interval: float
+
+
+class Submit(_Struct):
+    """Queue a request. Answered by a `Reply`."""
+
+    request: EngineRequest
+
+
+class Abort(_Struct):
+    """End answers now; ids of answers that have ended are ignored."""
+
+    sequence_ids: list[str]
+
+
+class Ping(_Struct):
+    """Answered at once by a `Pong`, also while a step runs."""
+
+
+class Shutdown(_Struct):
+    """End everything and exit. Nothing is answered any more."""
+
+
+# ------------------------------------------------------------------ from the engine
+
+
+class Ready(_Struct):
+    """The engine is up."""
+
+    model: ModelInfo
+
+
+class Failure(_Struct):
+    """The engine could not be started, or stopped; the process exits.
+
+    Attributes:
+        kind: class of the exception.
+        message: its text.
+    """
+
+    kind: str
+    message: str
+
+
+class Reply(_Struct):
+    """What became of a submission.
+
+    Attributes:
+        sequence_id: of the request's first answer.
+        kind: class of the exception that refused it; None if it was queued.
+        message: the exception's text.
+    """
+
+    sequence_id: str
+    kind: str | None = None
+    message: str = ""
+
+
+class StepReport(_Struct):
+    """What a step did, for all requests together.
+
+    Attributes:
+        updates: of the answers it touched.
+        queued: answers that wait for blocks or for their turn after it.
+        stats: a snapshot, at most every `Start.stats_interval` seconds and when the engine becomes
+            idle.
+        steps: with `stats`, the steps since the snapshot before.
+    """
+
+    updates: list[TokenUpdate]
+    queued: int
+    stats: EngineStats | None = None
+    steps: list[StepStats] = []
+
+
+class Pong(_Struct):
+    """The engine process lives.
+
+    Attributes:
+        step_seconds: how long the running step has taken so far; 0 between steps.
+    """
+
+    step_seconds: float
+
+
+ToEngine = Start | Submit | Abort | Ping | Shutdown
+FromEngine = Ready | Failure | Reply | StepReport | Pong
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """A message the engine was sent.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """A message the engine sent.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return _from_engine.decode(data)

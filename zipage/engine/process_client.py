@@ -1,0 +1,388 @@
+"""Asyncio use of an engine in a process of its own: text is made here, tokens there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from zipage.config import EngineConfig
+from zipage.engine.accounts import RequestAccounts
+from zipage.engine.client import EngineClient, OutputStream, wake
+from zipage.engine.core_io import EngineRequest
+from zipage.engine.engine_process import EngineProcess, error_of
+from zipage.engine.input_processor import InputProcessor, Prompt
+from zipage.engine.messages import Abort, FromEngine, Reply, StepReport, Submit
+from zipage.engine.output_processor import OutputProcessor
+from zipage.engine.stats import EngineStats
+from zipage.engine.token_pieces import token_pieces
+from zipage.errors import ConfigError, EngineDeadError, ModelError, RequestError, shown
+from zipage.outputs import RequestOutput
+from zipage.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+#: Characters of a prompt from which on it is tokenised on a thread.
+_LONG_PROMPT = 4096
+#: So many deaths of the engine in so many seconds are too many for another restart.
+_MAX_DEATHS = 5
+_DEATH_SECONDS = 60.0
+
+
+class EngineProcessClient(EngineClient):
+    """The engine in a process of its own, for asyncio programs. As `AsyncLLM`, but tokenising,
+    stop strings and text do not hold up the engine, and its end does not end this process.
+
+    All requests of an engine that dies raise EngineDeadError. The process ends with `shutdown`,
+    when the client is garbage-collected, and when this process ends, in whatever way.
+
+    Args:
+        model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
+        on_step: called on a thread of the client for every step, some tenths of a second late,
+            with `EngineStats` whose `last_step` says what happened in it; the gauges are those
+            after the last of the steps reported together. It must be quick and must not raise: if
+            it does, that is logged and it is not called again.
+        max_queued_requests: see `EngineClient`.
+        on_engine_death: ``exit`` (stay dead: see `wait_dead`) or ``restart`` (start a new engine
+            process, unless too many die).
+        heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
+        step_timeout: seconds that a step may take before the engine counts as dead.
+        **options: any option of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option is unknown, illegal or does not fit the others.
+        ModelError: the model cannot be loaded.
+        EngineDeadError: the engine process ended while starting.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        on_step: Callable[[EngineStats], None] | None = None,
+        max_queued_requests: int | None = None,
+        on_engine_death: Literal["exit", "restart"] = "exit",
+        heartbeat_timeout: float = 30.0,
+        step_timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options({"model": model, **options})
+        super().__init__(config, max_queued_requests)
+        if on_engine_death not in ("exit", "restart"):
+            raise ConfigError(
+                f"on_engine_death={shown(on_engine_death)}: legal are exit and restart"
+            )
+        for name, value in (
+            ("heartbeat_timeout", heartbeat_timeout),
+            ("step_timeout", step_timeout),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name}={shown(value)} must be a positive number of seconds")
+        self._front = _Front(
+            config, on_step, on_engine_death == "restart", heartbeat_timeout, step_timeout
+        )
+        # No thread refers to this object, so that it can be collected.
+        weakref.finalize(self, self._front.shutdown)
+
+    async def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        salt: str,
+        stream: OutputStream,
+    ) -> Callable[[], None]:
+        front = self._front
+        front.check_alive()
+        make = front.inputs.process
+        if _is_long(prompt):
+            request, text = await asyncio.to_thread(
+                make, prompt, params, name, priority, salt, stream=True
+            )
+        else:
+            request, text = make(prompt, params, name, priority, salt, stream=True)
+        front.submit(request, text, stream)
+        return lambda: front.withdraw(name, stream)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iteration ends with finish reason ``abort``."""
+        self._front.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Counters, gauges and what happened in the last step, some tenths of a second late.
+
+        The counters of the engine start again when it is restarted.
+        """
+        return self._front.stats()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine accepts requests."""
+        return self._front.is_running and not self._draining
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self._front.inputs.model.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model has logits for."""
+        return self._front.inputs.model.vocab_size
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Sampling options the model asks for, see `LLM.get_default_sampling_params`."""
+        return self._front.inputs.model.default_sampling
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self._front.inputs.tokenizer
+
+    def shutdown(self) -> None:
+        """Stop the engine; running requests end with finish reason ``abort``."""
+        self._front.shutdown()
+
+    @property
+    def _num_queued(self) -> int:
+        return self._front.num_queued
+
+    @property
+    def _death(self) -> EngineDeadError | None:
+        return self._front.death
+
+    @property
+    def _is_final(self) -> bool:
+        return not self._front.restarting
+
+
+class _Front:
+    """What the client's threads share: requests, their streams, the process.
+
+    Attributes:
+        inputs: checks requests and tokenises.
+        num_queued: waiting answers after the last step.
+        death: why there is no engine; None while there is one, or after `shutdown`.
+        restarting: whether there will be one again.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_step: Callable[[EngineStats], None] | None,
+        restarts: bool,
+        heartbeat_timeout: float,
+        step_timeout: float,
+    ) -> None:
+        self._config = config
+        self._on_step = on_step
+        self._restarts = restarts
+        self._timeouts = (heartbeat_timeout, step_timeout)
+        #: Held for whatever touches requests; steps come in on another thread than requests.
+        self._lock = threading.RLock()
+        self._streams: dict[str, OutputStream] = {}
+        #: Submissions without a reply, by the sequence id of the first answer.
+        self._unanswered: dict[str, EngineRequest] = {}
+        #: Answers that ended here, for the engine to end them too.
+        self._ended: list[str] = []
+        self._accounts = RequestAccounts()
+        self._stats = EngineStats()
+        self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
+        self._closed = False
+        self._restart: threading.Thread | None = None
+        self.num_queued = 0
+        self.death: EngineDeadError | None = None
+        self.restarting = False
+        self._process = self._start()
+        model = self._process.model
+        self.inputs = InputProcessor(config, model, self._accounts)
+        self._outputs = OutputProcessor(
+            lambda: self.inputs.tokenizer, model.eos_token_ids, self._accounts, self._ended.append
+        )
+        with contextlib.suppress(ModelError):
+            # Now, not while the first request holds up an event loop.
+            token_pieces(self.inputs.tokenizer, skip_special_tokens=True)
+        self._process.begin()
+
+    def _start(self) -> EngineProcess:
+        return EngineProcess(self._config, self._on_message, self._on_death, *self._timeouts)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is an engine that takes requests."""
+        return self.death is None and not self._closed
+
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if there is no engine."""
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        if self.death is not None:
+            raise EngineDeadError(str(self.death)) from self.death
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, request: EngineRequest, text: str | None, stream: OutputStream) -> None:
+        """Queue a request."""
+        sent = request
+        if request.params.stop:  # found here, so that the engine need not know
+            sent = replace(request, params=replace(request.params, stop=None))
+        with self._lock:
+            self.check_alive()
+            try:
+                self._outputs.add(request, text)
+            except RequestError as error:
+                self._accounts.refused(request.request_id, str(error))
+                raise
+            self._streams[request.request_id] = stream
+            self._unanswered[request.sequence_ids[0]] = request
+            self._process.send(Submit(sent))
+
+    def withdraw(self, request_id: str, stream: OutputStream) -> None:
+        """End a request whose reader has gone."""
+        with self._lock:
+            if self._streams.get(request_id) is stream:
+                del self._streams[request_id]
+                self._outputs.end(request_id, "abort")
+                self._send_ended()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its reader is told."""
+        with self._lock:
+            output = self._outputs.end(request_id, "abort")
+            self._send_ended()
+            if output is not None:
+                self._deliver([output])
+
+    def _send_ended(self) -> None:
+        if self._ended:
+            self._process.send(Abort(self._ended.copy()))
+            self._ended.clear()
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        told = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                if output.finished:
+                    del self._streams[output.request_id]
+                stream.put(output)
+                told.append(stream)
+        wake(told)
+
+    # ------------------------------------------------------------------ the process
+
+    def _on_message(self, process: EngineProcess, message: FromEngine) -> None:
+        with self._lock:
+            if process is not self._process or self._closed:
+                return
+            if isinstance(message, StepReport):
+                outputs = self._outputs.process(message.updates)
+                self._send_ended()
+                self._deliver(outputs)
+                self.num_queued = message.queued
+            elif isinstance(message, Reply):
+                self._on_reply(message)
+        if isinstance(message, StepReport) and message.stats is not None:
+            self._on_stats(message.stats, message)
+
+    def _on_reply(self, reply: Reply) -> None:
+        request = self._unanswered.pop(reply.sequence_id)
+        if reply.kind is None:
+            self._accounts.accepted(request, self.inputs.kv_budget_of(request))
+            return
+        error = error_of(reply.kind, reply.message)
+        self._accounts.refused(request.request_id, str(error))
+        if self._outputs.forget(request):
+            stream = self._streams.pop(request.request_id)
+            stream.fail(error)
+            wake([stream])
+
+    def _on_stats(self, stats: EngineStats, report: StepReport) -> None:
+        if report.steps:
+            report.steps[-1].finished = self._accounts.take_ended()
+            stats.last_step = report.steps[-1]
+        self._stats = stats
+        for step in report.steps:
+            if self._on_step is None:
+                break
+            try:
+                self._on_step(self._accounts.fill(replace(stats, last_step=step)))
+            except Exception:
+                logger.exception("on_step failed and is not called again")
+                self._on_step = None
+
+    def stats(self) -> EngineStats:
+        """The last statistics, with what is counted here as of now."""
+        return self._accounts.fill(replace(self._stats))
+
+    def _on_death(self, process: EngineProcess, error: EngineDeadError) -> None:
+        with self._lock:
+            if self._closed or process is not self._process:
+                return
+            logger.critical("%s", error)
+            now = time.monotonic()
+            often = len(self._deaths) == _MAX_DEATHS and now - self._deaths[0] < _DEATH_SECONDS
+            self._deaths.append(now)
+            if self._restarts and often:
+                logger.critical("the engine died too often to be restarted again")
+            self.death, self.restarting = error, self._restarts and not often
+            self._outputs.end_all(str(error))
+            self._ended.clear()
+            self._unanswered.clear()
+            self.num_queued = 0
+            self._stats = EngineStats()
+            streams = list(self._streams.values())
+            self._streams.clear()
+            for stream in streams:
+                stream.fail(EngineDeadError(str(error)))
+            wake(streams)
+            if self.restarting:
+                self._restart = threading.Thread(
+                    target=self._start_again, name="zipage-restart", daemon=True
+                )
+                self._restart.start()
+
+    def _start_again(self) -> None:
+        try:
+            process = self._start()
+        except Exception as error:
+            logger.critical("the engine could not be restarted", exc_info=error)
+            with self._lock:
+                self.death = EngineDeadError(f"{self.death}; it could not be restarted: {error}")
+                self.restarting = False
+            return
+        with self._lock:
+            if not self._closed:
+                self._process = process
+                process.begin()
+                self.death, self.restarting = None, False
+                logger.warning("the engine was restarted")
+                return
+        process.stop()
+
+    def shutdown(self) -> None:
+        """End requests with finish reason ``abort``, and the process."""
+        with self._lock:
+            first = not self._closed
+            self._closed = True
+            for request_id in list(self._outputs.live_requests):
+                output = self._outputs.end(request_id, "abort")
+                if output is not None:
+                    self._deliver([output])
+        if first:
+            self._process.stop()
+            if self._restart is not None:
+                self._restart.join()
+
+
+def _is_long(prompt: Prompt) -> bool:
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return isinstance(text, str) and len(text) > _LONG_PROMPT
