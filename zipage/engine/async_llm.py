@@ -187,10 +187,11 @@ class _EngineLoop:
         try:
             while self._carry_out():
                 if self.engine.has_unfinished:
-                    for output in self.engine.step():
+                    outputs = self.engine.step()
+                    self.num_queued = self.engine.core.num_waiting
+                    for output in outputs:
                         self.deliver(output)
                     self.stats = self.engine.stats()
-                    self.num_queued = self.stats.waiting
                     self._report_step()
             for request_id in list(self.listeners):
                 last = self.engine.abort(request_id)

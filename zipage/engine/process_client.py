@@ -147,6 +147,11 @@ class EngineProcessClient(EngineClient):
         """The Hugging Face tokenizer."""
         return self._front.inputs.tokenizer
 
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine, or of the last one."""
+        return self._front.engine_pid
+
     def shutdown(self) -> None:
         """Stop the engine; running requests end with finish reason ``abort``."""
         self._front.shutdown()
@@ -220,6 +225,11 @@ class _Front:
         """Whether there is an engine that takes requests."""
         return self.death is None and not self._closed
 
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine, or of the last one."""
+        return self._process.pid
+
     def check_alive(self) -> None:
         """Raise EngineDeadError if there is no engine."""
         if self._closed:
@@ -286,8 +296,8 @@ class _Front:
             if isinstance(message, StepReport):
                 outputs = self._outputs.process(message.updates)
                 self._send_ended()
-                self._deliver(outputs)
                 self.num_queued = message.queued
+                self._deliver(outputs)
             elif isinstance(message, Reply):
                 self._on_reply(message)
         if isinstance(message, StepReport) and message.stats is not None:
