@@ -118,7 +118,7 @@ class AsyncLLM(EngineClient):
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
-        return not self._stopped and self._loop.error is None
+        return not self._stopped and not self._draining and self._loop.error is None
 
     @property
     def _num_queued(self) -> int:

@@ -33,7 +33,11 @@ from zipage.observe.logs import logging_in_use
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "from zipage.engine.engine_worker import main; main()"
+#: The paths of the parent are in PYTHONPATH; the working directory is not one of them.
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from zipage.engine.engine_worker import main; main()"
+)
 #: Seconds between two heartbeats.
 _HEARTBEAT = 1.0
 #: Seconds between two reports of statistics while steps run.
@@ -126,10 +130,6 @@ class EngineProcess:
                 thread.join()
         self._channel.close()
 
-    def kill(self) -> None:
-        """End the process at once; `on_death` is called as if it had died."""
-        self._process.kill()
-
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start: bytes) -> ModelInfo:
@@ -182,14 +182,13 @@ class EngineProcess:
 
     def _receive_until_end(self) -> str | None:
         """Handle messages; returns why no more are expected, None for the end of the process."""
-        cause = None
         # Not by the clock: a parent that was stopped for a while must not blame its child.
         silent = 0
         while True:
             try:
                 frame = self._channel.receive(_HEARTBEAT)
             except (EOFError, ValueError, OSError):
-                return cause
+                return None
             if frame is None:
                 silent += 1
                 if silent * _HEARTBEAT > self._heartbeat_timeout:
@@ -204,7 +203,7 @@ class EngineProcess:
                     self._process.kill()
                     return f"a step took longer than {self._step_timeout:g} s"
             elif isinstance(message, Failure):
-                cause = f"{message.kind}: {message.message}"
+                return f"{message.kind}: {message.message}"
             else:
                 self._on_message(self, message)
 

@@ -165,4 +165,7 @@ def main() -> None:
     # stop, perhaps after the running requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(EngineWorker(Channel(socket.socket(fileno=int(sys.argv[1])))).run())
+    status = EngineWorker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking down the interpreter and its libraries takes a second

@@ -1,0 +1,250 @@
+"""The engine process dies, hangs or cannot be started; its parent dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import faulty_worker
+from tests.engine.small_model import make_small_llm, small_options
+from tests.engine.workload import greedy, tokens_of
+from zipage import ConfigError, EngineDeadError, EngineProcessClient, ModelError, RequestOutput
+from zipage.engine import engine_process, process_client
+
+PROMPT = [5, 258, 259, 270, 271, 9, 40]
+
+
+@pytest.fixture(scope="module")
+def client(small_model: Path) -> Iterator[EngineProcessClient]:
+    """One whose engine may die as often as the tests like."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "_PROGRAM", faulty_worker.PROGRAM)
+        patch.setattr(engine_process, "_HEARTBEAT", 0.2)
+        patch.setattr(process_client, "_DEATH_SECONDS", 0.0)
+        client = EngineProcessClient(
+            on_engine_death="restart",
+            heartbeat_timeout=1.0,
+            step_timeout=1.0,
+            **small_options(small_model),
+        )
+        yield client
+        client.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(small_model: Path) -> list[int]:
+    with make_small_llm(small_model) as llm:
+        return tokens_of(llm.generate(PROMPT, greedy(80))[0])
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(work, 30)
+
+    return asyncio.run(limited())
+
+
+async def last_of(client: EngineProcessClient, max_tokens: int, name: str | None) -> RequestOutput:
+    last = None
+    async for output in client.generate(PROMPT, greedy(max_tokens), name):
+        last = output
+    assert last is not None
+    return last
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # `run` limits it
+        await asyncio.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "seconds"),
+    [
+        ("raise", "RuntimeError: broken books", 1.0),
+        ("exit", "exit status 3", 1.0),
+        ("kill", "killed by SIGKILL", 1.0),
+        ("hang", "a step took longer than 1 s", 4.0),
+        ("stop", "no sign of life for 1 s", 4.0),
+    ],
+)
+def test_death_is_noticed_told_and_mended(
+    client: EngineProcessClient, expected: list[int], how: str, cause: str, seconds: float
+) -> None:
+    async def scenario() -> None:
+        assert client.is_running
+        engine = client.engine_pid
+        others = [asyncio.create_task(last_of(client, 900, f"slow-{i}")) for i in range(3)]
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        if how in ("kill", "stop"):
+            os.kill(engine, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        else:
+            others.append(asyncio.create_task(last_of(client, 5, how)))
+        for error in await asyncio.gather(*others, return_exceptions=True):
+            assert isinstance(error, EngineDeadError) and cause in str(error)
+        assert time.monotonic() - started < seconds + 1.0
+        with pytest.raises(EngineDeadError, match=cause):
+            await client.check_health()
+        with pytest.raises(EngineDeadError, match=cause):
+            await last_of(client, 5, None)
+        assert not client.is_running and not is_alive(engine)
+        await until(lambda: client.is_running)
+        await client.check_health()
+        assert client.engine_pid != engine
+        # The same names may be used again.
+        assert tokens_of(await last_of(client, 80, "slow-0")) == expected
+        assert client.stats().completions_error >= 3
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_death_at_random_moments(client: EngineProcessClient, expected: list[int]) -> None:
+    """Every request ends, well or with EngineDeadError, whatever the process was about."""
+    rng = random.Random(11)
+
+    async def one() -> bool:
+        try:
+            assert tokens_of(await last_of(client, 80, None)) == expected
+        except EngineDeadError:
+            return False
+        return True
+
+    async def scenario() -> list[bool]:
+        await until(lambda: client.is_running)
+        tasks = [asyncio.create_task(one()) for _ in range(16)]
+        await asyncio.sleep(rng.random() * 0.2)
+        killed = client.engine_pid
+        os.kill(killed, signal.SIGKILL)
+        results = await asyncio.gather(*tasks)
+        await until(lambda: client.is_running and client.engine_pid != killed)
+        assert await one()
+        return results
+
+    results = [ended for _ in range(6) for ended in run(scenario())]
+    assert not all(results)
+
+
+def test_death_without_restart(small_model: Path) -> None:
+    threads = set(threading.enumerate())
+    client = EngineProcessClient(**small_options(small_model))
+
+    async def scenario() -> None:
+        death = asyncio.create_task(client.wait_dead())
+        await asyncio.sleep(0.1)
+        assert not death.done()
+        os.kill(client.engine_pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in str(await death)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await client.check_health()
+
+    run(scenario())
+    client.shutdown()
+    client.shutdown()
+    assert not set(threading.enumerate()) - threads
+    with pytest.raises(EngineDeadError, match="shut down"):
+        run(last_of(client, 5, None))
+
+
+def test_too_many_deaths_are_not_mended(
+    client: EngineProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a restart that fails is the end: the last test of this client."""
+    run(until(lambda: client.is_running))
+    monkeypatch.setattr(engine_process, "_PROGRAM", "import os; os._exit(7)")
+
+    async def scenario() -> None:
+        os.kill(client.engine_pid, signal.SIGKILL)
+        error = await client.wait_dead()
+        assert "could not be restarted" in str(error) and "exit status 7" in str(error)
+
+    run(scenario())
+    front = client._front
+    monkeypatch.setattr(process_client, "_DEATH_SECONDS", 60.0)
+    front._deaths.extend([time.monotonic()] * process_client._MAX_DEATHS)
+    front._on_death(front._process, EngineDeadError("again"))
+    assert not front.restarting
+
+
+def test_start_failures_are_those_of_one_process(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as in_process:
+        make_small_llm(small_model, max_model_len=10**6)
+    with pytest.raises(ConfigError) as in_child:
+        EngineProcessClient(**small_options(small_model, max_model_len=10**6))
+    assert str(in_child.value) == str(in_process.value)
+    monkeypatch.setattr(engine_process, "_PROGRAM", faulty_worker.PROGRAM)
+    with pytest.raises(ModelError) as in_process_model:
+        make_small_llm(tmp_path)
+    with pytest.raises(ModelError) as in_child_model:
+        EngineProcessClient(**small_options(tmp_path))
+    assert str(in_child_model.value) == str(in_process_model.value)
+    for wrong in ({"kv_buget": 3}, {"on_engine_death": "pray"}, {"step_timeout": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            EngineProcessClient(**small_options(small_model), **wrong)  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_process, "_PROGRAM", "import os; os._exit(7)")
+    with pytest.raises(EngineDeadError, match="ended while starting: exit status 7"):
+        EngineProcessClient(**small_options(small_model))
+
+
+def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
+    """Not even one that is killed, while a step runs."""
+    code = textwrap.dedent(
+        f"""
+        import asyncio
+        from tests.engine import faulty_worker
+        from tests.engine.workload import greedy
+        from zipage import EngineProcessClient
+        from zipage.engine import engine_process
+
+        async def main():
+            engine_process._PROGRAM = faulty_worker.PROGRAM
+            client = EngineProcessClient(**{small_options(small_model)!r})
+            task = asyncio.create_task(anext(client.generate([5, 6, 7], greedy(5), "hang")))
+            await asyncio.sleep(0.1)
+            print(client.engine_pid, flush=True)
+            await task
+
+        asyncio.run(main())
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    engine = int(parent.stdout.readline())
+    assert is_alive(engine)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while is_alive(engine) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(engine)
+
+
+def test_a_dropped_client_ends_its_engine(small_model: Path) -> None:
+    client = EngineProcessClient(**small_options(small_model))
+    engine, dropped = client.engine_pid, weakref.ref(client)
+    del client
+    assert dropped() is None and not is_alive(engine)
