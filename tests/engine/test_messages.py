@@ -6,6 +6,7 @@ import dataclasses
 import random
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,11 @@ def test_messages_to_the_engine_arrive_as_they_are(message: Any) -> None:
 @given(message=FROM_ENGINE)
 def test_messages_from_the_engine_arrive_as_they_are(message: Any) -> None:
     assert decode_from_engine(encode(message)) == message
+
+
+def test_a_model_given_as_a_path() -> None:
+    start = decode_to_engine(encode(Start(EngineConfig(model=Path("/m")), None, "text", 0.1)))  # type: ignore[arg-type]
+    assert isinstance(start, Start) and start.config == EngineConfig(model="/m")
 
 
 def test_a_prompt_of_100k_tokens_is_small_on_the_way() -> None:

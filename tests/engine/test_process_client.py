@@ -278,6 +278,24 @@ def test_a_slow_reader_holds_nobody_up(client: EngineProcessClient, solo: LLM) -
     run(scenario())
 
 
+def test_unread_outputs_of_the_engine_on_a_thread_do_not_pile_up(small_model: Path) -> None:
+    llm = AsyncLLM(**small_options(small_model))
+
+    async def scenario() -> None:
+        slow = llm.generate(PROMPT, greedy(300))
+        await anext(slow)
+        (stream,) = llm._live
+        assert len(tokens_of(await last_of(llm, PROMPT, greedy(300)))) == 300
+        await idle(llm)
+        assert len(stream._outputs) == 64
+        assert len(tokens_of([output async for output in slow][-1])) == 300
+
+    try:
+        run(scenario())
+    finally:
+        llm.shutdown()
+
+
 def test_a_prompt_of_100k_tokens_holds_nobody_up(client: EngineProcessClient, solo: LLM) -> None:
     """Neither as ids, nor as text that is tokenised on a thread."""
     expected = tokens_of(solo.generate(PROMPT, greedy(40))[0])
@@ -369,6 +387,9 @@ def test_timeout_aborts_the_request(client: EngineProcessClient) -> None:
         with pytest.raises(RequestTimeoutError):
             await anext(unread)
         assert len(tokens_of(await last_of(client, PROMPT, greedy(5), timeout=30))) == 5
+        for timeout in (0, -1.0, float("nan"), "soon"):
+            with pytest.raises(RequestError, match="timeout="):
+                await last_of(client, PROMPT, greedy(5), timeout=timeout)
 
     run(scenario())
 

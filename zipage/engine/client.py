@@ -20,6 +20,7 @@ from zipage.errors import (
     ConfigError,
     EngineDeadError,
     EngineOverloadedError,
+    RequestError,
     RequestTimeoutError,
     shown,
 )
@@ -81,6 +82,10 @@ class OutputStream:
                 return self._outputs.popleft()
             self._ready.clear()
             await self._ready.wait()
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def wake(streams: Iterable[OutputStream]) -> None:
@@ -154,6 +159,8 @@ class EngineClient(ABC):
         params = sampling_params or SamplingParams(temperature=0.0)
         name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         answers = params.n if isinstance(params, SamplingParams) else 1
+        if timeout is not None and not (_is_real(timeout) and timeout > 0):
+            raise RequestError(f"timeout={shown(timeout)} must be a positive number of seconds")
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
         self._check_queue(answers)

@@ -156,7 +156,8 @@ class EngineProcess:
             status = self._process.wait()
         if status >= 0:
             return f"exit status {status}"
-        return f"killed by {signal.Signals(-status).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"killed by {names.get(-status, f'signal {-status}')}"
 
     # ------------------------------------------------------------------ threads
 

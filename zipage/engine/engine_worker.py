@@ -31,6 +31,7 @@ from zipage.engine.messages import (
     encode,
 )
 from zipage.engine.stats import StepStats
+from zipage.errors import ZipageError
 from zipage.observe.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class EngineWorker:
                 if self._core.has_unfinished:
                     self._step()
         except BaseException as error:
-            logger.critical("the engine process stops", exc_info=error)
+            if not isinstance(error, ZipageError):  # what the user did wrong, the parent says
+                logger.critical("the engine process stops", exc_info=error)
             self._send(Failure(type(error).__name__, str(error)))
             return 1
         try:

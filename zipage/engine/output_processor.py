@@ -99,11 +99,6 @@ class OutputProcessor:
         """Ids of the requests that have not ended."""
         return self._groups.keys()
 
-    @property
-    def num_live_answers(self) -> int:
-        """How many answers have not ended."""
-        return len(self._answers)
-
     def add(self, request: EngineRequest, prompt: str | None) -> None:
         """Expect updates for a request, whose `prompt` was given as text or not.
 

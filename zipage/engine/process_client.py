@@ -343,7 +343,8 @@ class _Front:
             self._deaths.append(now)
             if self._restarts and often:
                 logger.critical("the engine died too often to be restarted again")
-            self.death, self.restarting = error, self._restarts and not often
+            self.restarting = self._restarts and not often
+            self.death = error
             self._outputs.end_all(str(error))
             self._ended.clear()
             self._unanswered.clear()
