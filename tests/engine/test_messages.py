@@ -32,6 +32,7 @@ from zipage.engine.messages import (
     encode,
 )
 from zipage.engine.stats import EngineStats, FinishedCompletion, StepStats
+from zipage.execution.memory import MemoryPlan
 from zipage.outputs import CompressionRecord, Logprob, RequestMetrics
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -107,7 +108,7 @@ STEPS = records(
     compression_seconds=SECONDS,
     finished=st.lists(FINISHED, max_size=2),
 )
-STATS = records(EngineStats, last_step=STEPS)
+STATS = records(EngineStats, last_step=STEPS, memory=st.none() | records(MemoryPlan))
 CONFIGS = st.builds(
     EngineConfig,
     model=st.none() | TEXT.filter(bool),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+# Needed at run time: statistics are read from messages by the types of their fields.
+from zipage.execution.memory import MemoryPlan
 from zipage.outputs import FinishReason, RequestMetrics
-
-if TYPE_CHECKING:
-    from zipage.execution.memory import MemoryPlan
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) ->
             1,
             config.block_size,
             next_prompt_logits=wanted if row == 0 and ours.prompt_logprobs else None,
-            payload=SequenceState("warm-up", ours, sampling, [], 0, None),
+            payload=SequenceState(ours, sampling, stream=False),
         )
         request.num_computed = request.length = start
         request.row = row
