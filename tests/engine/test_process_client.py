@@ -401,7 +401,7 @@ def test_the_queue_is_bounded(
         prompts = [[i + 3] * length for i in range(running + queued)]
         streams = [engine.generate(prompt, greedy(300)) for prompt in prompts]
         tasks = [asyncio.create_task(anext(stream)) for stream in streams]
-        while engine.stats().waiting < queued:
+        while engine._num_queued < queued:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineOverloadedError, match=f"max_queued_requests={queued}"):
             await last_of(engine, PROMPT, greedy(5))
