@@ -56,8 +56,10 @@ def load_tokenizer(
     return tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encodes a plain prompt, with the special tokens the tokenizer adds by itself.
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True
+) -> list[int]:
+    """Encodes a plain prompt, with the special tokens the tokenizer adds by itself, or without.
 
     A text that already starts with the beginning-of-sequence token gets no second one.
 
@@ -65,7 +67,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         RequestError: `text` is not a string, or not one that UTF-8 can encode.
     """
     _check_text("prompt", text)
-    token_ids = _encode(tokenizer, text, add_special_tokens=True)
+    token_ids = _encode(tokenizer, text, add_special_tokens)
     bos_token, bos_token_id = tokenizer.bos_token, tokenizer.bos_token_id
     if bos_token and text.startswith(bos_token) and token_ids[:2] == [bos_token_id] * 2:
         given = _encode(tokenizer, text, add_special_tokens=False)
@@ -82,7 +84,19 @@ def apply_chat(
 ) -> list[int]:
     """Renders a conversation through the model's chat template and encodes it.
 
-    The template writes every special token itself, so none is added.
+    The template writes every special token itself, so none is added. See `render_chat`.
+    """
+    text = render_chat(tokenizer, messages, add_generation_prompt, **chat_template_kwargs)
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **chat_template_kwargs: Any,
+) -> str:
+    """Renders a conversation through the model's chat template.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -122,7 +136,7 @@ def apply_chat(
             f"the chat template refused the messages ({type(error).__name__}: {error})"
         ) from error
     _check_text("messages", text)
-    return _encode(tokenizer, text, add_special_tokens=False)
+    return text
 
 
 def _advice(name: str) -> str:

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server behind `zipage serve` (docs/serving.md)."""

@@ -1,0 +1,170 @@
+"""From the text of a chat answer to reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zipage.outputs import CompletionOutput
+from zipage.server.errors import bad_request
+from zipage.server.protocol.chat import NamedToolChoice, Tool
+from zipage.server.reasoning import CLOSE, ReasoningSplitter
+from zipage.server.serving import Serving
+from zipage.server.tool_calls import (
+    HermesParser,
+    JsonCallsParser,
+    NamedCallParser,
+    Piece,
+    ToolCallParser,
+)
+
+
+@dataclass
+class ToolPlan:
+    """Which tools a request offers, and how their calls are found.
+
+    Attributes:
+        described: what the chat template is told.
+        schema: JSON schema that forces a call; None where the model is free.
+        make_parser: makes the parser of an answer, given whether it is streamed.
+    """
+
+    described: list[dict[str, Any]] | None = None
+    schema: dict[str, Any] | None = None
+    make_parser: Callable[[bool], ToolCallParser] | None = None
+
+
+def plan_tools(
+    serving: Serving,
+    tools: list[Tool] | None,
+    choice: str | NamedToolChoice | None,
+    parallel: bool | None,
+) -> ToolPlan:
+    """What a request's tools ask for.
+
+    Raises:
+        ApiError: the choice fits no tool, or nothing is known of how the model calls them.
+    """
+    names = [tool.function.name for tool in tools or ()]
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise bad_request("tool_choice", "tool_choice needs tools")
+        return ToolPlan()
+    if choice == "none":
+        return ToolPlan()
+    described = [tool.model_dump(exclude_none=True) for tool in tools]
+    most = 1 if parallel is False else None
+    if isinstance(choice, NamedToolChoice):
+        name = choice.function.name
+        if name not in names:
+            raise bad_request("tool_choice", f"tool_choice names {name!r}, which is no tool")
+        schema = _parameters(tools[names.index(name)])
+        return ToolPlan(described, schema, lambda streaming: NamedCallParser(name))
+    if choice == "required":
+        return ToolPlan(
+            described,
+            _required_schema(tools, most),
+            lambda streaming: JsonCallsParser(names, streaming, most, "[", ",", "]"),
+        )
+    styles: dict[str, Callable[..., ToolCallParser]] = {
+        "hermes": HermesParser,
+        "llama3_json": JsonCallsParser,
+    }
+    style = styles.get(serving.call_style)
+    if style is None:
+        raise bad_request(
+            "tools",
+            "the model's chat template says nothing of tools: start the server with "
+            "--tool-call-parser, or send tool_choice='required' or 'none'",
+        )
+    return ToolPlan(described, None, lambda streaming: style(names, streaming, most))
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object"}
+
+
+def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if most is not None:
+        schema["maxItems"] = most
+    return schema
+
+
+class AnswerParser:
+    """Splits one answer, however its text is cut.
+
+    Args:
+        reasons: whether reasoning is split off.
+        opened: whether the prompt opened it, see `ReasoningSplitter`.
+        tools: finds calls in what follows; None if there are none.
+    """
+
+    def __init__(self, reasons: bool, opened: bool | None, tools: ToolCallParser | None) -> None:
+        self._reasoning = ReasoningSplitter(opened) if reasons else None
+        self._tools = tools
+        self.called = False
+
+    def push(self, text: str) -> Piece:
+        """Takes text; returns what is now certain."""
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.push(text)
+        return self._split(reasoning, content)
+
+    def finish(self, truncated: bool) -> Piece:
+        """Returns what was held back."""
+        reasoning, content = "", ""
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.finish()
+        piece = self._split(reasoning, content)
+        if self._tools is not None:
+            rest = self._tools.finish(truncated)
+            piece.content += rest.content
+            piece.tool_calls += rest.tool_calls
+            self.called |= bool(rest.tool_calls)
+        return piece
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Why the answer ended."""
+        if completion.finish_reason == "stop" and self.called:
+            return "tool_calls"
+        return completion.finish_reason
+
+    def _split(self, reasoning: str, content: str) -> Piece:
+        if self._tools is None or not content:
+            return Piece(reasoning, content)
+        piece = self._tools.push(content)
+        piece.reasoning = reasoning
+        self.called |= bool(piece.tool_calls)
+        return piece
+
+
+def reasoning_counter(
+    serving: Serving, opened: bool | None
+) -> Callable[[CompletionOutput], int] | None:
+    """Counts the reasoning tokens of an answer; None where the closing tag is not one token."""
+    if not serving.reasons or serving.tokenizer is None:
+        return None
+    close = serving.tokenizer.get_added_vocab().get(CLOSE)
+    if close is None:
+        return None
+
+    def count(completion: CompletionOutput) -> int:
+        if opened is False:
+            return 0
+        if close in completion.token_ids:
+            return completion.token_ids.index(close) + 1
+        return len(completion.token_ids) if opened else 0
+
+    return count

@@ -1,0 +1,265 @@
+"""The application: routes, what they take and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from zipage import __version__
+from zipage.errors import ZipageError
+from zipage.server import chat, completions, responses, tokenization
+from zipage.server.engine import Engine
+from zipage.server.errors import (
+    ApiError,
+    bad_request,
+    on_http_exception,
+    on_invalid_body,
+    on_zipage_error,
+    unavailable,
+)
+from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope
+from zipage.server.protocol.chat import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from zipage.server.protocol.completions import CompletionRequest, CompletionResponse
+from zipage.server.protocol.responses import ResponseObject, ResponsesRequest
+from zipage.server.protocol.sampling import ErrorResponse
+from zipage.server.protocol.system import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+    Version,
+)
+from zipage.server.serving import Serving, request_id_of
+from zipage.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_Endpoint = Callable[..., Any]
+
+
+class _JSONRequest(Request):
+    """Reads bodies as JSON and nothing looser: no NaN, no lone surrogates, no endless nesting."""
+
+    async def json(self) -> Any:
+        """The decoded body."""
+        try:
+            return msgspec.json.decode(await self.body())
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+            raise bad_request(
+                None, f"the body is not valid JSON: {error}", "invalid_json"
+            ) from None
+
+
+class _JSONRoute(APIRoute):
+    """A route whose body is JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Checks the body's type before FastAPI reads it."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            kind = request.headers.get("content-type", "application/json")
+            essence = kind.partition(";")[0].strip().lower()
+            is_json = essence == "application/json" or essence.endswith("+json")
+            if self.body_field is not None and not is_json:
+                message = f"the body is of type {kind!r}: send Content-Type: application/json"
+                raise ApiError(415, message)
+            return await handle(_JSONRequest(request.scope, request.receive))
+
+        return handler
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Documentation of errors."""
+    return {
+        status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]}
+        for status in statuses
+    }
+
+
+_DESCRIPTIONS = {
+    400: "The request is malformed or asks for something illegal; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "The model does not exist.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "Too many requests are waiting; `Retry-After` says when to come back.",
+    500: "A bug, or a failure of this request alone.",
+    503: "The engine stopped, or the server is shutting down.",
+    504: "The request took longer than the server allows.",
+}
+_TEXT_ERRORS = (400, 401, 404, 413, 415, 500, 503)
+_GENERATION_ERRORS = (*_TEXT_ERRORS, 429, 504)
+
+
+def _streams(model: type | None, description: str) -> dict[str, Any]:
+    """Documentation of an answer that is an object, or a stream of events."""
+    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {"model": model, "content": content, "description": description}
+
+
+def create_app(
+    engine: Engine, settings: ServerSettings | None = None, *, owns_engine: bool = True
+) -> FastAPI:
+    """The server as an ASGI application.
+
+    Args:
+        engine: answers; stopped with the application if it `owns_engine`.
+        settings: the server's options.
+        owns_engine: see there.
+    """
+    settings = settings or ServerSettings()
+    serving = Serving(engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        if owns_engine:
+            await asyncio.get_running_loop().run_in_executor(None, serving.close)
+
+    app = FastAPI(
+        title="Zipage",
+        version=__version__,
+        description="An OpenAI-compatible API with constant KV memory per request.",
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.router.route_class = _JSONRoute
+    app.state.serving = serving
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(ZipageError, on_zipage_error)
+    _add_generation(app, serving)
+    _add_tokens(app, serving)
+    _add_system(app, serving)
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, limit=settings.body_limit)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestScope)
+    return app
+
+
+def _add_generation(app: FastAPI, serving: Serving) -> None:
+    def log(request: Request, body: Any) -> None:
+        if serving.settings.log_prompts:
+            fields = {
+                "request_id": request_id_of(request),
+                "body": body.model_dump(exclude_none=True),
+            }
+            text = "request %s: %s"
+            logger.info(text, fields["request_id"], fields["body"], extra=fields)
+
+    @app.post(
+        "/v1/completions",
+        response_model=None,
+        responses={
+            200: _streams(CompletionResponse, "The texts, or a stream of pieces of them."),
+            **_errors(*_GENERATION_ERRORS),
+        },
+    )
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        """Continue prompts."""
+        log(request, body)
+        return await completions.complete(serving, request, body)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses={
+            200: _streams(ChatCompletionResponse, "The answers, or a stream of pieces of them."),
+            **_errors(*_GENERATION_ERRORS),
+        },
+    )
+    async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        log(request, body)
+        return await chat.chat(serving, request, body)
+
+    @app.post(
+        "/v1/responses",
+        response_model=None,
+        responses={
+            200: _streams(ResponseObject, "The response, or a stream of events."),
+            **_errors(*_GENERATION_ERRORS),
+        },
+    )
+    async def create_response(request: Request, body: ResponsesRequest) -> Response:
+        """Respond to text."""
+        log(request, body)
+        return await responses.respond(serving, request, body)
+
+
+def _add_tokens(app: FastAPI, serving: Serving) -> None:
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=_errors(*_TEXT_ERRORS))
+    async def tokenize(
+        request: Request, body: TokenizeChatRequest | TokenizeTextRequest
+    ) -> Response:
+        """Token ids of a text or a conversation."""
+        return JSONResponse(await tokenization.tokenize(serving, request, body))
+
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=_errors(*_TEXT_ERRORS))
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        return JSONResponse(await tokenization.detokenize(serving, request, body))
+
+
+def _add_system(app: FastAPI, serving: Serving) -> None:
+    def card(name: str) -> dict[str, Any]:
+        limit = serving.engine.max_model_len
+        return ModelCard(
+            id=name, created=serving.created, root=serving.root, max_model_len=limit
+        ).model_dump()
+
+    @app.get("/v1/models", response_model=ModelList, responses=_errors(401, 500))
+    async def list_models() -> Response:
+        """The names of the model."""
+        return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
+
+    @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=_errors(401, 404, 500))
+    async def get_model(model: str) -> Response:
+        """One of them."""
+        return JSONResponse(card(serving.check_model(model)))
+
+    @app.get("/health", response_model=Health, responses=_errors(500, 503))
+    async def health() -> Response:
+        """Whether requests are taken."""
+        if serving.draining:
+            raise unavailable("the server is shutting down")
+        if not serving.engine.is_running:
+            raise unavailable("the engine stopped")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version", response_model=Version, responses=_errors(500))
+    async def version() -> Response:
+        """Zipage's version."""
+        return JSONResponse({"version": __version__})

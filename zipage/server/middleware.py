@@ -1,0 +1,149 @@
+"""What surrounds every request: ids, access log, keys and limits. Plain ASGI, so that streams and
+disconnections pass through untouched."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from zipage.server.errors import ApiError
+from zipage.server.streaming import ClientDisconnected
+
+access_logger = logging.getLogger("zipage.server.access")
+logger = logging.getLogger(__name__)
+
+#: Client ids longer than that, or with other characters, are replaced.
+_LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+#: What is logged as the status of a request whose client went away, as nginx does.
+_CLIENT_CLOSED = 499
+
+
+class RequestScope:
+    """Gives every request an id, logs it, and answers 500 where a handler fails.
+
+    The id is the client's ``X-Request-Id`` if it sent a legal one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"x-request-id")
+        request_id = given.decode() if _LEGAL_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["zipage.request_id"] = request_id
+        begun, status, is_complete = time.perf_counter(), 0, False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, is_complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": headers}
+            elif message["type"] == "http.response.body":
+                is_complete = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnected:
+            status = _CLIENT_CLOSED
+        except Exception:
+            fields = {"request_id": request_id}
+            logger.exception("%s %s failed", scope["method"], scope["path"], extra=fields)
+            if status:
+                raise
+            message = f"internal error; the server's log has the details ({request_id})"
+            await ApiError(500, message).response()(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - begun
+            if status and not is_complete:
+                status = _CLIENT_CLOSED
+            client = scope.get("client")
+            access_logger.info(
+                "%s %s %d in %.1f ms",
+                scope["method"],
+                scope["path"],
+                status,
+                1000 * seconds,
+                extra={
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(seconds, 6),
+                    "client": client[0] if client else None,
+                },
+            )
+
+
+class ApiKeys:
+    """Asks for one of some keys on the paths that use the model."""
+
+    _PROTECTED = ("/v1", "/tokenize", "/detokenize")
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] == "http" and self._is_protected(scope["path"]):
+            scheme, _, key = _header(scope, b"authorization").partition(b" ")
+            # Every key is compared, in constant time, so that the time says nothing of them.
+            matches = [hmac.compare_digest(key.strip(), legal) for legal in self._keys]
+            if scheme.lower() != b"bearer" or not any(matches):
+                message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+                headers = {"WWW-Authenticate": "Bearer"}
+                await ApiError(401, message, headers=headers).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_protected(self, path: str) -> bool:
+        return any(path == start or path.startswith(f"{start}/") for start in self._PROTECTED)
+
+
+class BodyLimit:
+    """Refuses bodies over a limit, as soon as it is known that they are."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = _header(scope, b"content-length")
+        if announced.isdigit() and (len(announced) > 18 or int(announced) > self._limit):
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._limit} bytes (--max-body-size)"
+        return ApiError(413, message, headers={"Connection": "close"})
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
+    return found

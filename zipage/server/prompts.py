@@ -1,0 +1,159 @@
+"""From what clients send to token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zipage.errors import RequestError
+from zipage.server.errors import bad_request
+from zipage.server.protocol.chat import ChatTemplateFields, Message
+from zipage.server.reasoning import prompt_opens_reasoning
+from zipage.server.serving import Serving
+from zipage.tokenizer import encode_prompt, render_chat
+
+
+@dataclass
+class TextPrompt:
+    """A prompt of /v1/completions; `text` is None for one that came as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass
+class ChatPrompt:
+    """A rendered conversation.
+
+    Attributes:
+        text: what the chat template made of it.
+        token_ids: the same.
+        opens_reasoning: see `prompt_opens_reasoning`.
+    """
+
+    text: str
+    token_ids: list[int]
+    opens_reasoning: bool | None
+
+
+async def text_prompts(
+    serving: Serving,
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    add_special_tokens: bool | None,
+) -> list[TextPrompt]:
+    """The prompts of a request for completions.
+
+    Raises:
+        ApiError: there is none, one is empty, or there are too many.
+    """
+    if len(prompt) == 0 and not isinstance(prompt, str):
+        raise bad_request("prompt", "prompt is an empty list: give at least one prompt")
+    given: Any = prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        given = [prompt]
+    most = serving.settings.max_prompts
+    if len(given) > most:
+        raise bad_request("prompt", f"prompt has {len(given)} prompts, at most {most} are taken")
+    texts = [text for text in given if isinstance(text, str)]
+    encoded = [list(ids) for ids in given if not isinstance(ids, str)]
+    if texts:
+        special = add_special_tokens is not False
+
+        def encode() -> list[list[int]]:
+            return [encode_prompt(serving.tokenizer, text, special) for text in texts]
+
+        try:
+            encoded = await serving.tokenizing(encode)
+        except RequestError as error:
+            raise bad_request("prompt", str(error)) from None
+    prompts = []
+    for index, token_ids in enumerate(encoded):
+        if not token_ids:
+            raise bad_request("prompt", "a prompt is empty: at least one token is needed")
+        outside = next((t for t in token_ids if not 0 <= t < serving.engine.vocab_size), None)
+        if outside is not None:
+            last = serving.engine.vocab_size - 1
+            raise bad_request("prompt", f"token id {outside} is not in the vocabulary, 0 to {last}")
+        prompts.append(TextPrompt(texts[index] if texts else None, token_ids))
+    return prompts
+
+
+async def chat_prompt(
+    serving: Serving, body: ChatTemplateFields, tools: list[dict[str, Any]] | None
+) -> ChatPrompt:
+    """The prompt that the model's chat template makes of a conversation.
+
+    Args:
+        serving: the server.
+        body: the conversation and how to render it.
+        tools: functions the template may describe.
+
+    Raises:
+        ApiError: the conversation is malformed, or the template refuses it.
+    """
+    continues = body.continue_final_message or False
+    if continues and body.add_generation_prompt:
+        raise bad_request(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other",
+        )
+    opens = body.add_generation_prompt is not False and not continues
+    options = dict(body.chat_template_kwargs or {})
+    for name in ("messages", "conversation", "tokenizer", "add_generation_prompt"):
+        if name in options:
+            raise bad_request("chat_template_kwargs", f"chat_template_kwargs may not have {name!r}")
+    template = body.chat_template or serving.chat_template
+    if template is not None:
+        options.setdefault("chat_template", template)
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if continues:
+        options.setdefault("continue_final_message", True)
+    if tools:
+        options.setdefault("tools", tools)
+    messages = [_for_template(message, index) for index, message in enumerate(body.messages)]
+
+    def render() -> ChatPrompt:
+        text = render_chat(serving.tokenizer, messages, opens, **options)
+        special = body.add_special_tokens or False
+        continued = str(messages[-1].get("content") or "") if continues else None
+        return ChatPrompt(
+            text,
+            encode_prompt(serving.tokenizer, text, special),
+            prompt_opens_reasoning(text, continued) if opens or continues else None,
+        )
+
+    try:
+        return await serving.tokenizing(render)
+    except RequestError as error:
+        raise bad_request("messages", str(error)) from None
+
+
+def _for_template(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates know it."""
+    fields = message.model_dump(exclude_none=True)
+    # Templates write the instructions of a system message; few know the newer name.
+    if message.role == "developer":
+        fields["role"] = "system"
+    if isinstance(message.content, list):
+        for position, part in enumerate(message.content):
+            if part.type not in ("text", "input_text", "output_text") or part.text is None:
+                name = f"messages[{index}].content[{position}]"
+                raise bad_request(
+                    f"messages.{index}.content",
+                    f"{name} is of type {part.type!r}: only text is understood",
+                )
+        fields["content"] = "".join(part.text or "" for part in message.content)
+    if "reasoning" in fields:
+        fields.setdefault("reasoning_content", fields["reasoning"])
+    # Templates write arguments as JSON themselves.
+    for call in fields.get("tool_calls", ()):
+        try:
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+        except ValueError:
+            continue
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = arguments
+    return fields

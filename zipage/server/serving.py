@@ -1,0 +1,279 @@
+"""What the handlers of all APIs share: the engine, its tokenizer, and how requests reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from zipage.errors import ModelError
+from zipage.outputs import CompletionOutput, RequestOutput
+from zipage.sampling_params import SamplingParams
+from zipage.server.engine import Engine
+from zipage.server.errors import ApiError, bad_request, unavailable
+from zipage.server.generation import Delta, Generation, Job
+from zipage.server.logprobs import TokenTexts
+from zipage.server.protocol.sampling import RequestModel, SamplingFields
+from zipage.server.reasoning import uses_think_tags
+from zipage.server.settings import ServerSettings
+from zipage.server.structured import structured_output
+from zipage.server.tool_calls import call_style
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+#: Fields of a request that are options of `SamplingParams` of the same name.
+_OPTIONS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats"),
+)
+
+
+class Serving:
+    """The state of the server.
+
+    Args:
+        engine: answers.
+        settings: the server's options.
+
+    Attributes:
+        tokenizer: the model's; None if it has none.
+        names: what the model is called.
+        draining: set when the server shuts down: new requests are refused.
+        reasons: whether reasoning is split off.
+        call_style: how the model writes tool calls, ``hermes``, ``llama3_json`` or ``none``.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.engine, self.settings = engine, settings
+        self.created = int(time.time())
+        self.draining = False
+        self.tokenizer: Any = None
+        try:
+            self.tokenizer = engine.get_tokenizer()
+        except ModelError as error:
+            logger.warning("prompts must be token ids: %s", error)
+        config = engine.config
+        root = str(config.model or config.model_shape or "zipage-tiny")
+        self.root = root
+        name = Path(root).resolve().name if Path(root).exists() else root
+        self.names: list[str] = list(settings.served_model_names or [name])
+        self.chat_template: str | None = None
+        if settings.chat_template is not None:
+            self.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        self.reasons = settings.reasoning_parser == "think" or (
+            settings.reasoning_parser == "auto" and uses_think_tags(template, self.tokenizer)
+        )
+        self.call_style = settings.tool_call_parser
+        if self.call_style == "auto":
+            self.call_style = call_style(template)
+        self.texts = TokenTexts(self.tokenizer)
+        self._serial = itertools.count()
+        # One thread: tokenizers are not safe to use from several, and a long text must not stop
+        # the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, "zipage-tokenizer")
+
+    def close(self) -> None:
+        """Stop the engine and the tokenizer's thread."""
+        self._tokenizing.shutdown()
+        self.engine.shutdown()
+
+    async def tokenizing(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Run what uses the tokenizer for long beside the event loop."""
+        if self.tokenizer is None:
+            raise bad_request(None, "the model has no tokenizer: send token ids to /v1/completions")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, function, *arguments)
+
+    # ------------------------------------------------------------------ checks
+
+    def accept(self, request: Request, body: RequestModel) -> str:
+        """Check what every request has; returns the name the model is called by.
+
+        Raises:
+            ApiError: the model is unknown, or the server shuts down.
+        """
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        fields = {"request_id": request_id_of(request)}
+        if body.unknown_fields:
+            names = ", ".join(body.unknown_fields)[:500]
+            logger.info("fields that are no part of the API are ignored: %s", names, extra=fields)
+        model: str | None = getattr(body, "model", None)
+        return self.check_model(model)
+
+    def check_model(self, model: str | None) -> str:
+        """The name of the model, the first one by default.
+
+        Raises:
+            ApiError: it is unknown.
+        """
+        if model is None:
+            return self.names[0]
+        if model not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(
+                404, f"the model {model!r} does not exist: {known}", "model", "model_not_found"
+            )
+        return model
+
+    def check_length(self, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+        """Refuse what exceeds the model's length.
+
+        Raises:
+            ApiError: with the numbers.
+        """
+        limit = self.engine.max_model_len
+        message = f"This model's maximum context length is {limit} tokens. However, "
+        if prompt_tokens >= limit:
+            message += (
+                f"your {param} has {prompt_tokens} tokens, and at least one must be left for the "
+                "answer. Please shorten it."
+            )
+        elif max_tokens is not None and prompt_tokens + max_tokens > limit:
+            message += (
+                f"you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
+                f"{param}, {max_tokens} in the completion). Please reduce one of them."
+            )
+        else:
+            return
+        raise bad_request(param, message, "context_length_exceeded")
+
+    # ------------------------------------------------------------------ requests
+
+    def sampling(
+        self,
+        body: SamplingFields,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        call_schema: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
+        """Sampling parameters of a request: its own, else the model's.
+
+        Args:
+            body: the request.
+            max_tokens: most tokens generated; None for as many as there is room for.
+            logprobs: most likely tokens told of at every generated token.
+            prompt_logprobs: the same for the prompt's tokens.
+            call_schema: JSON schema of the tool calls that the answer must be.
+
+        Raises:
+            ApiError, RequestError: a value is illegal.
+        """
+        settings = self.settings
+        options: dict[str, Any] = dict(self.engine.default_sampling)
+        for name in _OPTIONS:
+            value = getattr(body, name)
+            if value is not None:
+                options[name] = value
+        if body.n is not None and body.n > settings.max_n:
+            raise bad_request("n", f"n={body.n} is more than this server allows, {settings.max_n}")
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(body, name)
+            if isinstance(value, list) and len(value) > settings.max_stop:
+                most = settings.max_stop
+                raise bad_request(name, f"{name} has {len(value)} entries, at most {most} are read")
+        if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
+            most = settings.max_logprobs
+            raise bad_request("logprobs", f"logprobs={logprobs}: at most {most} are returned")
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("stream_options", "stream_options is only legal with stream=true")
+        if not -(2**31) <= (body.priority or 0) < 2**31:
+            raise bad_request("priority", f"priority={body.priority} must be a 32-bit integer")
+        if max_tokens is not None and max_tokens < 0:
+            raise bad_request("max_tokens", f"max_tokens={max_tokens} must be at least 1")
+        options |= {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "detokenize": self.tokenizer is not None,
+        }
+        wanted = structured_output(body, call_schema)
+        if wanted is not None:
+            options |= wanted
+        return SamplingParams.from_dict(options)
+
+    def job(
+        self,
+        answer_id: str,
+        body: SamplingFields,
+        text: str | None,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> Job:
+        """A prompt of a request for the engine."""
+        # A client may use its request id twice.
+        name = f"{answer_id}-{next(self._serial)}"
+        salt = body.cache_salt or ""
+        return Job(name, text, list(token_ids), params, body.priority or 0, salt)
+
+    def generation(self, jobs: Sequence[Job]) -> Generation:
+        """Run jobs under the server's limits."""
+        return Generation(self.engine, jobs, self.settings.request_timeout)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a request, the client's own if it sent one."""
+    found = request.scope.get("zipage.request_id")
+    return found if isinstance(found, str) else uuid.uuid4().hex
+
+
+def kv_stats(delta: Delta) -> dict[str, Any]:
+    """What the API tells of a choice's KV cache."""
+    completion = delta.completion
+    return {
+        "compressions": [
+            {name: getattr(record, name) for name in record.__slots__}
+            for record in delta.compressions
+        ],
+        "evicted_tokens": completion.metrics.evicted_tokens,
+        "peak_blocks": completion.metrics.peak_blocks,
+    }
+
+
+def usage(
+    outputs: Sequence[RequestOutput],
+    *,
+    discarded: int = 0,
+    reasoning: Callable[[CompletionOutput], int] | None = None,
+) -> dict[str, Any]:
+    """Token counts of a request.
+
+    Args:
+        outputs: of its prompts.
+        discarded: generated tokens that nobody asked for.
+        reasoning: counts the reasoning tokens of a choice.
+    """
+    prompt = sum(output.usage.prompt_tokens for output in outputs)
+    completion = sum(output.usage.completion_tokens for output in outputs) - discarded
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.metrics.cached_prompt_tokens for output in outputs)
+        },
+    }
+    if reasoning is not None:
+        spent = sum(reasoning(c) for output in outputs for c in output.outputs)
+        counts["completion_tokens_details"] = {"reasoning_tokens": spent}
+    return counts
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}

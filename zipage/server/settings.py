@@ -1,0 +1,122 @@
+"""The server's options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zipage.config import parse_bytes
+from zipage.errors import ConfigError, shown
+
+REASONING_PARSERS = ("auto", "think", "none")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Every option of the server beside those of the engine.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one, which is printed.
+        uds: path of a unix socket to listen on in place of host and port.
+        ssl_certfile: PEM certificate chain; with it the server speaks HTTPS.
+        ssl_keyfile: its private key, if it is not in the same file.
+        ssl_keyfile_password: of the private key.
+        ssl_ca_certs: PEM file of authorities; clients must then show a certificate of theirs.
+        api_keys: keys of which clients must send one as ``Authorization: Bearer KEY`` to
+            ``/v1``, ``/tokenize`` and ``/detokenize``. None: no key is asked for.
+        allowed_origins: origins whose web pages may use the server (CORS), ``*`` for all.
+        served_model_names: what the model is called in requests; the first one is shown in
+            answers that name none. None for its directory or hub id.
+        chat_template: file with a Jinja chat template in place of the model's.
+        reasoning_parser: ``think`` splits off what stands in <think>...</think>, ``none`` leaves it
+            in the text, ``auto`` goes by the chat template and the vocabulary.
+        tool_call_parser: how the model writes tool calls: ``hermes``
+            (<tool_call>{...}</tool_call>; Qwen), ``llama3_json``, ``none``, or ``auto`` to go by
+            the chat template.
+        request_timeout: seconds after which a request is aborted; None for no limit.
+        stall_timeout: seconds a client may leave a streamed event unread before its request is
+            aborted.
+        drain_timeout: seconds that running requests get to finish after SIGTERM or SIGINT.
+        max_body_size: largest request body (``"32MiB"``).
+        max_n: most choices of a prompt.
+        max_prompts: most prompts of a request.
+        max_stop: most stop strings, and most stop token ids, of a request.
+        max_logprobs: most alternatives at each token.
+        log_prompts: log the bodies of requests (level info).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    api_keys: Sequence[str] | None = None
+    allowed_origins: Sequence[str] | None = None
+    served_model_names: Sequence[str] | None = None
+    chat_template: str | None = None
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
+    request_timeout: float | None = None
+    stall_timeout: float = 60.0
+    drain_timeout: float = 30.0
+    max_body_size: int | str = "32MiB"
+    max_n: int = 128
+    max_prompts: int = 1024
+    max_stop: int = 64
+    max_logprobs: int = 20
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every option.
+
+        Raises:
+            ConfigError: one is illegal.
+        """
+        for name in ("max_n", "max_prompts", "max_stop"):
+            self._check_int(name, 1, 2**31 - 1)
+        self._check_int("max_logprobs", 0, 20)
+        self._check_int("port", 0, 65535)
+        for name in ("request_timeout", "stall_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if value is None and name == "request_timeout":
+                continue
+            number = not isinstance(value, bool) and isinstance(value, (int, float))
+            if not number or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name}={shown(value)} must be a number of seconds from 0")
+        self._check_choice("reasoning_parser", REASONING_PARSERS)
+        self._check_choice("tool_call_parser", TOOL_CALL_PARSERS)
+        for name in ("api_keys", "served_model_names", "allowed_origins"):
+            texts = getattr(self, name)
+            if texts is not None and (
+                isinstance(texts, str) or not all(isinstance(t, str) and t for t in texts)
+            ):
+                raise ConfigError(f"{name} must be a list of texts, none of them empty")
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "chat_template"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={shown(path)} is not a file")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
+        parse_bytes("max_body_size", self.max_body_size)
+
+    @property
+    def body_limit(self) -> int:
+        """`max_body_size` in bytes."""
+        return parse_bytes("max_body_size", self.max_body_size)
+
+    def _check_int(self, name: str, least: int, most: int) -> None:
+        value: Any = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(f"{name}={shown(value)} must be an integer from {least} to {most}")
+
+    def _check_choice(self, name: str, legal: tuple[str, ...]) -> None:
+        if getattr(self, name) not in legal:
+            value = shown(getattr(self, name))
+            raise ConfigError(f"{name}={value}: legal are {', '.join(legal)}")
