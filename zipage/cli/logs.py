@@ -20,44 +20,50 @@ class _Format(str, enum.Enum):
     json = "json"
 
 
-_OPTIONS = [
-    CommandOption(
-        "log_level",
-        Annotated[
-            _Level,
-            typer.Option(
-                envvar="ZIPAGE_LOG_LEVEL",
-                case_sensitive=False,
-                help="Least severe messages written to stderr.",
-                rich_help_panel="Logging",
-            ),
-        ],
-        _Level("warning"),
-        lambda level: level.value,
-    ),
-    CommandOption(
-        "log_format",
-        Annotated[
-            _Format,
-            typer.Option(
-                envvar="ZIPAGE_LOG_FORMAT",
-                case_sensitive=False,
-                help="Lines of text, or a JSON object a line.",
-                rich_help_panel="Logging",
-            ),
-        ],
-        _Format.text,
-        lambda log_format: log_format.value,
-    ),
-]
+def _options(level: str) -> list[CommandOption]:
+    return [
+        CommandOption(
+            "log_level",
+            Annotated[
+                _Level,
+                typer.Option(
+                    envvar="ZIPAGE_LOG_LEVEL",
+                    case_sensitive=False,
+                    help="Least severe messages written to stderr.",
+                    rich_help_panel="Logging",
+                ),
+            ],
+            _Level(level),
+            lambda level: level.value,
+        ),
+        CommandOption(
+            "log_format",
+            Annotated[
+                _Format,
+                typer.Option(
+                    envvar="ZIPAGE_LOG_FORMAT",
+                    case_sensitive=False,
+                    help="Lines of text, or a JSON object a line.",
+                    rich_help_panel="Logging",
+                ),
+            ],
+            _Format.text,
+            lambda log_format: log_format.value,
+        ),
+    ]
 
 
-def with_logging(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--log-level` and `--log-format`, and set up the log before it runs."""
+def with_logging(command: Callable[..., Any], level: str = "warning") -> Callable[..., Any]:
+    """Give a command `--log-level` and `--log-format`, and set up the log before it runs.
+
+    Args:
+        command: the command.
+        level: its default level.
+    """
 
     @functools.wraps(command)
     def configured(*, logs: dict[str, Any], **arguments: Any) -> Any:
         configure_logging(**logs)
         return command(**arguments)
 
-    return with_options("logs", _OPTIONS)(configured)
+    return with_options("logs", _options(level))(configured)

@@ -31,6 +31,9 @@ _REPEATED = {
     "stop": "stop",
     "stop_token_ids": "stop_token_id",
     "logit_bias": "logit_bias",
+    "api_keys": "api_key",
+    "allowed_origins": "allowed_origin",
+    "served_model_names": "served_model_name",
 }
 
 _PANELS = {
@@ -63,19 +66,32 @@ class CommandOption:
 
 def engine_options(only: Iterable[str] | None = None) -> list[CommandOption]:
     """An option for every field of `EngineConfig`, or for those named."""
-    hints = get_type_hints(EngineConfig)
-    documented = field_docs(EngineConfig)
+    return class_options(
+        EngineConfig, lambda name: _PANEL_OF.get(name, "Scheduling and execution"), only
+    )
+
+
+def class_options(
+    cls: type, panel_of: Callable[[str], str], only: Iterable[str] | None = None
+) -> list[CommandOption]:
+    """An option for every field of a dataclass of options, or for those named.
+
+    Args:
+        cls: the dataclass; its docstring describes its fields.
+        panel_of: the group of the help text that a field belongs to.
+        only: names of fields.
+    """
+    hints = get_type_hints(cls)
+    documented = field_docs(cls)
     options = []
-    for field in dataclasses.fields(EngineConfig):
+    for field in dataclasses.fields(cls):
         if only is not None and field.name not in only:
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        panel = _PANEL_OF.get(field.name, "Scheduling and execution")
-        options.append(
-            _option(field.name, hints[field.name], default, documented[field.name], panel)
-        )
+        text, panel = documented[field.name], panel_of(field.name)
+        options.append(_option(field.name, hints[field.name], default, text, panel))
     return options
 
 
@@ -203,7 +219,8 @@ def _option(name: str, hint: Any, default: Any, text: str, panel: str) -> Comman
             flag, parser=_nullable(kind), metavar=metavar, show_default=True, **described
         )
         return CommandOption(name, Annotated[Any, info], default)
-    return CommandOption(name, Annotated[plain[0], typer.Option(flag, **described)], default)
+    kind = plain[0] if len(plain) == 1 else str
+    return CommandOption(name, Annotated[kind, typer.Option(flag, **described)], default)
 
 
 def _repeated_option(

@@ -43,9 +43,8 @@ from zipage.server.protocol.system import (
     Health,
     ModelCard,
     ModelList,
-    TokenizeChatRequest,
+    TokenizeRequest,
     TokenizeResponse,
-    TokenizeTextRequest,
     Version,
 )
 from zipage.server.serving import Serving, request_id_of
@@ -221,9 +220,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 def _add_tokens(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize", response_model=TokenizeResponse, responses=_errors(*_TEXT_ERRORS))
-    async def tokenize(
-        request: Request, body: TokenizeChatRequest | TokenizeTextRequest
-    ) -> Response:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         return JSONResponse(await tokenization.tokenize(serving, request, body))
 

@@ -113,7 +113,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         wanted = " or ".join(
             dict.fromkeys(str(e["msg"]) for e in errors if e["loc"][1:2] == first["loc"][1:2])
         )
-        return bad_request(path[0] if path else None, f"{field or 'the body'}: {wanted}")
+        return bad_request(field or None, f"{field or 'the body'}: {wanted}")
     return bad_request(field or None, f"{field or 'the body'}: {first['msg']}")
 
 

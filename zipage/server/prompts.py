@@ -81,7 +81,10 @@ async def text_prompts(
 
 
 async def chat_prompt(
-    serving: Serving, body: ChatTemplateFields, tools: list[dict[str, Any]] | None
+    serving: Serving,
+    body: ChatTemplateFields,
+    tools: list[dict[str, Any]] | None,
+    param: str = "messages",
 ) -> ChatPrompt:
     """The prompt that the model's chat template makes of a conversation.
 
@@ -89,6 +92,7 @@ async def chat_prompt(
         serving: the server.
         body: the conversation and how to render it.
         tools: functions the template may describe.
+        param: the field of the request that the conversation came in.
 
     Raises:
         ApiError: the conversation is malformed, or the template refuses it.
@@ -128,7 +132,7 @@ async def chat_prompt(
     try:
         return await serving.tokenizing(render)
     except RequestError as error:
-        raise bad_request("messages", str(error)) from None
+        raise bad_request(param, str(error)) from None
 
 
 def _for_template(message: Message, index: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
-    prompt = await chat_prompt(serving, conversation, plan.described)
+    prompt = await chat_prompt(serving, conversation, plan.described, "input")
     most = body.max_output_tokens
     if most is not None and most < 1:
         raise bad_request("max_output_tokens", f"max_output_tokens={most} must be at least 1")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator, Tag
 
 from zipage.server.protocol.chat import ChatTemplateFields
 from zipage.server.protocol.sampling import RequestModel, TokenIds
@@ -41,6 +41,16 @@ class TokenizeChatRequest(ChatTemplateFields):
     """A conversation to be encoded as /v1/chat/completions would."""
 
     return_token_strs: bool | None = None
+
+
+def _kind(body: Any) -> str:
+    return "<chat>" if isinstance(body, dict) and "messages" in body else "<text>"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeTextRequest, Tag("<text>")] | Annotated[TokenizeChatRequest, Tag("<chat>")],
+    Discriminator(_kind),
+]
 
 
 class TokenizeResponse(BaseModel):

@@ -1,0 +1,175 @@
+"""`zipage serve`: options, the config file, the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.invoke import invoke
+
+SMALL = ["--num-kv-blocks", "100", "--block-size", "16", "--kv-budget", "none"]
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "zipage", "serve", *arguments]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+        self.lines: list[str] = []
+        self.listens = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self.listens.wait(60) and self.url, self.lines
+
+    url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.match(r"Zipage serves .* at (\S+) ", line)
+            if found:
+                self.url = found.group(1)
+                self.listens.set()
+        self.listens.set()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        self._reader.join(10)
+        return code
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    running: list[Process] = []
+    yield running
+    for one in running:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_running_requests_finish_after_sigterm(processes: list[Process], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "port: 0\nserved-model-name: [one, two]\nkv_budget: null\nblock_size: 16\n"
+        "num_kv_blocks: 100\nmax_model_len: 700\n"
+    )
+    server = Process("--config", str(config), "--max-model-len", "800", ZIPAGE_API_KEYS="k1 k2")
+    processes.append(server)
+    headers = {"Authorization": "Bearer k2"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
+        cards = http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["one", "two"]
+        assert cards[0]["max_model_len"] == 800, "the flag wins over the file"
+        body = {"prompt": "Add", "max_tokens": 700, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            last = [line for line in lines if line][-1]
+        assert last == "data: [DONE]"
+    assert server.stop() == 0
+    access = [line for line in server.lines if "zipage.server.access" in line]
+    assert any("GET /v1/models 200" in line for line in access), server.lines
+
+
+def test_the_drain_has_a_deadline_and_unix_sockets(processes: list[Process]) -> None:
+    path = f"/tmp/zipage-test-{os.getpid()}.sock"
+    server = Process(*SMALL, "--uds", path, "--drain-timeout", "1", "--max-model-len", "1500")
+    processes.append(server)
+    transport = httpx.HTTPTransport(uds=path)
+    body = {"prompt": "Add", "max_tokens": 1400, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.Client(transport=transport, base_url="http://zipage") as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            begun = time.monotonic()
+            assert server.stop(signal.SIGINT) == 0
+            assert time.monotonic() - begun < 15
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+    assert not os.path.exists(path)
+
+
+def fails(*arguments: str) -> str:
+    result = invoke("serve", *arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    assert "port" in fails("--port", "70000")
+    assert "reasoning_parser" in fails("--reasoning-parser", "tank")
+    assert "drain_timeout" in fails("--drain-timeout", "-1")
+    assert "ssl_certfile" in fails("--ssl-keyfile", __file__)
+    assert "is not a file" in fails("--chat-template", str(tmp_path / "none"))
+    assert "block_size" in fails("--block-size", "7")
+    assert "max_body_size" in fails("--max-body-size", "much")
+    config = tmp_path / "config.yaml"
+    config.write_text("prot: 1\n")
+    assert "did you mean port" in fails("--config", str(config))
+    config.write_text("- port\n")
+    assert "mapping" in fails("--config", str(config))
+    config.write_text("port: [\n")
+    assert "cannot be read" in fails("--config", str(config))
+    config.write_text("port: many\n")
+    assert "many" in fails("--config", str(config))
+
+
+def test_the_config_file_equals_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "zipage.server.run.run_server", lambda llm, settings, say: seen.append((llm, settings))
+    )
+    monkeypatch.setattr(
+        "zipage.engine.async_llm.AsyncLLM", lambda model, **options: (model, options)
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: some/model\nkv-budget: null\ncompression: snapkv\npolicy_option: {pool: 3}\n"
+        "enable_prefix_caching: false\napi_keys: [a, b]\nmax_body_size: 1MiB\n"
+        "request_timeout: 5\nlog_prompts: true\nlog_level: error\n"
+    )
+    flags = [
+        *("some/model", "--kv-budget", "none", "--compression", "snapkv"),
+        *("--policy-option", "pool=3", "--no-enable-prefix-caching", "--api-key", "a"),
+        *("--api-key", "b", "--max-body-size", "1MiB", "--request-timeout", "5"),
+        *("--log-prompts", "--log-level", "error"),
+    ]
+    for arguments in (["--config", str(config)], flags):
+        result = invoke("serve", *arguments)
+        assert result.exit_code == 0, result.output
+    monkeypatch.setenv("ZIPAGE_CONFIG", str(config))
+    monkeypatch.setenv("ZIPAGE_PORT", "1234")
+    assert invoke("serve", "other").exit_code == 0
+    assert seen[0] == seen[1]
+    ((model, options), settings) = seen[0]
+    assert model == "some/model" and options["kv_budget"] is None
+    assert options["policy_options"] == {"pool": 3} and settings.api_keys == ["a", "b"]
+    assert settings.request_timeout == 5.0 and settings.log_prompts is True
+    ((model, options), settings) = seen[2]
+    assert model == "other" and settings.port == 1234 and options["compression"] == "snapkv"
+
+
+def test_help_is_grouped() -> None:
+    text = invoke("serve", "--help").stdout
+    for panel in ("Server", "Chat", "Limits", "Model", "KV cache", "Compression", "Logging"):
+        assert f"─ {panel} ─" in text

@@ -1,0 +1,287 @@
+"""Every mistake is answered in OpenAI's shape, with the right status and the field's name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import CHAT, SUM, Client
+from tests.server.scripted import ScriptedEngine, tiny_tokenizer
+from zipage.errors import EngineDeadError
+from zipage.server.protocol.sampling import ErrorResponse
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+BAD = [
+    # path, fields, the field at fault, a part of the message
+    (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [""]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": None}, "prompt", ""),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", ""),
+    (COMPLETIONS, {"prompt": [True]}, "prompt", ""),
+    (COMPLETIONS, {"prompt": [320]}, "prompt", "0 to 319"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt", "-1"),
+    (COMPLETIONS, {"prompt": [10**30]}, "prompt", ""),
+    (COMPLETIONS, {"prompt": ["a"] * 5000}, "prompt", "5000"),
+    (COMPLETIONS, {"n": 10**9}, "n", "1000000000"),
+    (COMPLETIONS, {"n": 0}, "n", "n=0"),
+    (COMPLETIONS, {"n": 2, "best_of": 5}, "best_of", "not supported"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
+    (COMPLETIONS, {"temperature": "hot"}, "temperature", "number"),
+    (COMPLETIONS, {"temperature": -1}, "temperature", "temperature=-1"),
+    (COMPLETIONS, {"top_p": 0}, "top_p", "above 0"),
+    (COMPLETIONS, {"top_k": -2}, "top_k", "top_k=-2"),
+    (COMPLETIONS, {"min_p": 2}, "min_p", "min_p"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens", "-1"),
+    (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens", "integer"),
+    (COMPLETIONS, {"max_tokens": True}, "max_tokens", "integer"),
+    (COMPLETIONS, {"min_tokens": 99}, "min_tokens", "min_tokens=99"),
+    (COMPLETIONS, {"stop": ["a"] * 65}, "stop", "65"),
+    (COMPLETIONS, {"stop": [""]}, "stop", "stop"),
+    (COMPLETIONS, {"stop": [1]}, "stop", "string"),
+    (COMPLETIONS, {"stop_token_ids": [320]}, "stop_token_ids", "320"),
+    (COMPLETIONS, {"logit_bias": {"999": 1}}, "logit_bias", "999"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias", "x"),
+    (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias", "100"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs", "20"),
+    (COMPLETIONS, {"logprobs": -1}, "logprobs", "-1"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    (COMPLETIONS, {"priority": 2**40}, "priority", "32-bit"),
+    (COMPLETIONS, {"seed": 2**70}, "seed", "seed"),
+    (COMPLETIONS, {"kv_budget": 5}, "kv_budget", "multiple"),
+    (COMPLETIONS, {"compression": "zip"}, "compression", ""),
+    (COMPLETIONS, {"cache_salt": 5}, "cache_salt", "string"),
+    (CHATS, {"messages": []}, "messages", "empty"),
+    (CHATS, {"messages": "hi"}, "messages", "list"),
+    (CHATS, {"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages", "no content"),
+    (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content",
+        "image_url",
+    ),
+    (CHATS, {"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+    (CHATS, {"logprobs": True, "top_logprobs": 99}, "logprobs", "20"),
+    (CHATS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (CHATS, {"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
+    (CHATS, {"tools": [TOOL]}, "tools", "--tool-call-parser"),
+    (CHATS, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+    (
+        CHATS,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "'g'",
+    ),
+    (CHATS, {"chat_template": "{{ oops("}, "messages", "template"),
+    (CHATS, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    (
+        CHATS,
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "exclude",
+    ),
+    (RESPONSES, {"input": []}, "input", "empty"),
+    (RESPONSES, {"input": [{"type": "image"}]}, "input.0", "image"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
+    ("/detokenize", {"tokens": [320]}, "tokens", "0 to 319"),
+    ("/tokenize", {"prompt": 5}, "prompt", ""),
+]
+BASE = {
+    COMPLETIONS: {"prompt": "Add", "max_tokens": 4},
+    CHATS: {"messages": CHAT, "max_tokens": 4},
+    RESPONSES: {"input": "Add"},
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "part"), BAD)
+def test_bad_values(
+    client: Client, path: str, fields: dict[str, Any], param: str, part: str
+) -> None:
+    error = client.error(path, {**BASE.get(path, {}), **fields})
+    assert error["param"] == param, error
+    assert part in error["message"] and error["type"] == "invalid_request_error"
+    # A stream is refused with the same status.
+    if path in BASE and "stream_options" not in fields:
+        assert client.error(path, {**BASE[path], **fields, "stream": True}) == error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "Add", "temperature": NaN}',
+        b'{"prompt": "Add", "temperature": Infinity}',
+        b'{"prompt": "Add", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a\\udfffb", "stop": ["\\ud800"]}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ',
+        b"[" * 100_000,
+        b"{'prompt': 'Add'}",
+        b"\x00",
+    ],
+)
+def test_what_is_not_json(client: Client, body: bytes) -> None:
+    answer = client.post(COMPLETIONS, body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"text"', b""])
+def test_json_that_is_no_object(client: Client, body: bytes) -> None:
+    answer = client.post(COMPLETIONS, body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_errors_of_http(client: Client) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answers = [
+        (client.get("/v1/nothing"), 404),
+        (client.get("/v1/models/other"), 404),
+        (client.get(COMPLETIONS), 405),
+        (client.request("DELETE", "/health"), 405),
+        (client.post(COMPLETIONS, b'{"prompt": "Add"}', headers=form), 415),
+    ]
+    for answer, status in answers:
+        assert answer.status_code == status
+        ErrorResponse.model_validate(answer.json(), strict=True)
+    assert answers[2][0].headers["Allow"] == "POST"
+
+
+def test_an_unknown_model(client: Client) -> None:
+    for path, body in BASE.items():
+        error = client.error(path, {**body, "model": "gpt-5"}, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_context_length_errors_name_the_numbers(client: Client) -> None:
+    tokens = client.ok("/tokenize", {"messages": CHAT})["count"]
+    error = client.error(CHATS, {"messages": CHAT, "max_tokens": 2040})
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    for number in ("2048", str(tokens), "2040", str(tokens + 2040)):
+        assert f"{number} " in error["message"] or f"({number} " in error["message"]
+    fits = {"messages": CHAT, "max_tokens": 2048 - tokens, "stop": "#"}
+    assert client.post(CHATS, fits).status_code == 200
+    error = client.error(COMPLETIONS, {"prompt": [6] * 2048})
+    assert "2048 tokens. However, your prompt has 2048" in error["message"]
+    assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1
+
+
+def test_limits(engine: Any) -> None:
+    client = Client(engine, max_n=3, max_prompts=2, max_stop=1, max_body_size=2000, max_logprobs=1)
+    for fields, param in [
+        ({"n": 4}, "n"),
+        ({"prompt": ["a"] * 3}, "prompt"),
+        ({"stop": ["a", "b"]}, "stop"),
+        ({"logprobs": 2}, "logprobs"),
+    ]:
+        assert client.error(COMPLETIONS, {"prompt": "Add", **fields})["param"] == param
+    answer = client.post(COMPLETIONS, {"prompt": "a" * 3000})
+    assert answer.status_code == 413 and "2000" in answer.json()["error"]["message"]
+
+
+def test_keys(engine: Any) -> None:
+    client = Client(engine, api_keys=["first", "second"])
+    for path in ("/v1/models", "/v1/nothing"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
+            answer = client.get(path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert client.post("/tokenize", {"prompt": "Add"}).status_code == 401
+    assert client.get("/v1/models", headers={"Authorization": "bearer second"}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_names_of_the_model(engine: Any) -> None:
+    client = Client(engine, served_model_names=["a", "b/c"])
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["a", "b/c"]
+    assert client.get("/v1/models/b/c").json()["max_model_len"] == 2048
+    assert client.ok(COMPLETIONS, {"prompt": "Add", "model": "b/c"})["model"] == "b/c"
+    assert client.ok(COMPLETIONS, {"prompt": "Add"})["model"] == "a"
+
+
+def test_origins(engine: Any) -> None:
+    client = Client(engine, allowed_origins=["https://a.example"], api_keys=["key"])
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    assert client.request("OPTIONS", COMPLETIONS, headers=headers).status_code == 200
+    answer = client.get("/health", headers={"Origin": "https://a.example"})
+    assert answer.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    answer = client.get("/health", headers={"Origin": "https://b.example"})
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+def test_request_ids(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "Add", "max_tokens": 1}
+    with caplog.at_level(logging.INFO, logger="zipage"):
+        answer = client.post(COMPLETIONS, body, headers={"X-Request-Id": "mine-1"})
+    assert answer.headers["X-Request-Id"] == "mine-1"
+    assert answer.json()["id"] == "cmpl-mine-1"
+    (access,) = [r for r in caplog.records if r.name == "zipage.server.access"]
+    assert (access.request_id, access.status, access.path) == ("mine-1", 200, COMPLETIONS)
+    assert any("cmpl-mine-1" in str(getattr(r, "request_id", "")) for r in caplog.records)
+    assert not any("Add" in r.getMessage() for r in caplog.records)
+    twice = client.post(COMPLETIONS, body, headers={"X-Request-Id": "mine-1"})
+    assert twice.status_code == 200
+    made = client.post(COMPLETIONS, body, headers={"X-Request-Id": "a b\n" * 100})
+    assert made.headers["X-Request-Id"] not in ("", "a b\n" * 100)
+
+
+def test_prompts_are_logged_if_asked(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="zipage"):
+        Client(engine, log_prompts=True).ok(COMPLETIONS, {"prompt": SUM, "max_tokens": 1})
+    assert any(SUM[:18] in str(getattr(r, "body", "")) for r in caplog.records)
+
+
+def test_a_dead_engine() -> None:
+    client = Client(engine := ScriptedEngine(["a"], tiny_tokenizer()))
+    assert client.get("/health").json() == {"status": "ok"}
+    engine.shutdown()
+    assert client.get("/health").status_code == 503
+    for body in ({"prompt": "Add"}, {"prompt": "Add", "stream": True}):
+        error = client.error(COMPLETIONS, body, 503)
+        assert error["type"] == "service_unavailable_error"
+
+
+def test_a_draining_server() -> None:
+    client = Client(ScriptedEngine(["a"], tiny_tokenizer()))
+    client.app.state.serving.draining = True
+    assert client.get("/health").status_code == 503
+    assert client.post(COMPLETIONS, {"prompt": "Add"}).headers["Retry-After"]
+
+
+@pytest.mark.parametrize("path", list(BASE))
+def test_an_error_in_mid_stream_ends_the_stream(path: str) -> None:
+    engine = ScriptedEngine(["a", "b", EngineDeadError("the engine stopped")], tiny_tokenizer())
+    answer = Client(engine).post(path, {**BASE[path], "stream": True})
+    assert answer.status_code == 200
+    last = json.loads(answer.text.rstrip().rpartition("data: ")[2])
+    assert last["error"]["type"] == "service_unavailable_error"
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_bug_is_no_secret_but_its_text_is(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine([KeyError("inner secret")], tiny_tokenizer())
+    answer = Client(engine).post(COMPLETIONS, {"prompt": "Add", "stream": stream})
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert any("inner secret" in (r.exc_text or str(r.exc_info)) for r in caplog.records)
+
+
+def test_a_request_that_takes_too_long() -> None:
+    engine = ScriptedEngine(["a"] * 100, tiny_tokenizer())
+    engine.delay = 0.05
+    client = Client(engine, request_timeout=0.12)
+    assert client.error(COMPLETIONS, {"prompt": "Add"}, 504)["type"] == "timeout_error"
+    answer = client.post(COMPLETIONS, {"prompt": "Add", "stream": True})
+    assert "timeout_error" in answer.text.rpartition("data: ")[2]
+    assert engine.aborted == 2

@@ -1,0 +1,159 @@
+"""Listening: sockets, uvicorn, signals and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from zipage.errors import ConfigError
+from zipage.server.app import create_app
+from zipage.server.engine import Engine
+from zipage.server.serving import Serving
+from zipage.server.settings import ServerSettings
+
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens, refuses new work while it drains, and stops with the engine."""
+
+    def __init__(
+        self, config: uvicorn.Config, serving: Serving, announce: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._serving, self._announce = serving, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._serving.draining = True
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._serving.engine.is_running:
+            return True
+        return await super().on_tick(counter)
+
+
+def run_server(engine: Engine, settings: ServerSettings, announce: Callable[[str], None]) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Args:
+        engine: answers; it is shut down at the end.
+        settings: the server's options.
+        announce: gets a line with the URL once the server listens.
+
+    Raises:
+        ConfigError: the address cannot be listened on, or the certificate cannot be used.
+    """
+    try:
+        with _listening(settings) as (listener, url):
+            app = create_app(engine, settings)
+            serving: Serving = app.state.serving
+            config = _uvicorn_config(app, settings)
+            names = ", ".join(serving.names)
+            server = _Server(
+                config, serving, lambda: announce(f"Zipage serves {names} at {url} (API: {url}/v1)")
+            )
+            with _signals_are_uvicorns():
+                server.run(sockets=[listener])
+            died = not serving.draining
+    finally:
+        engine.shutdown()
+    return 1 if died else 0
+
+
+def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    for handler in logging.getLogger("zipage").handlers:
+        logging.getLogger("uvicorn").addHandler(handler)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout),
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_keyfile_password=settings.ssl_keyfile_password,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=2 if settings.ssl_ca_certs else 0,
+    )
+    try:
+        config.load()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile={settings.ssl_certfile!r} can't be used: {error}"
+        ) from None
+    return config
+
+
+@contextlib.contextmanager
+def _listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
+    """A listening socket and its URL."""
+    scheme = "https" if settings.ssl_certfile else "http"
+    if settings.uds is not None:
+        with _unix_socket(settings.uds) as listener:
+            yield listener, f"{scheme}+unix://{settings.uds}"
+        return
+    host = settings.host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, settings.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{settings.port}: {error}") from None
+    with contextlib.closing(listener):
+        shown = f"[{host}]" if ":" in host else host
+        yield listener, f"{scheme}://{shown}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _unix_socket(path: str) -> Iterator[socket.socket]:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        try:
+            if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+                with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+                    # A socket nobody listens on is left from a server that was killed.
+                    if probe.connect_ex(path) != 0:
+                        os.unlink(path)
+            listener.bind(path)
+            os.chmod(path, 0o660)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"can't listen on uds={path!r}: {error}") from None
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@contextlib.contextmanager
+def _signals_are_uvicorns() -> Iterator[None]:
+    """uvicorn raises the signals that stopped it again at its end: they have done their work."""
+    handled = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, lambda *_: None) for number in handled}
+    except ValueError:  # not the main thread, where uvicorn handles none
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
