@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 
 from zipage import AsyncLLM
+from zipage.engine.client import EngineClient
 from zipage.server.app import create_app
-from zipage.server.engine import Engine
 from zipage.server.settings import ServerSettings
 
 SUM = "Add these numbers.\n#1 74\n#2 79\nWhat is the sum (#1-#2)? No checks."
@@ -27,7 +27,7 @@ CHAT = [{"role": "user", "content": SUM}]
 class Client:
     """Talks to an application without a socket."""
 
-    def __init__(self, engine: Engine, **settings: Any) -> None:
+    def __init__(self, engine: EngineClient, **settings: Any) -> None:
         self.app = create_app(engine, ServerSettings(**settings), owns_engine=False)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -90,7 +90,7 @@ def texts_of(events: list[dict[str, Any]]) -> dict[int, str]:
 
 @contextlib.contextmanager
 def listening(
-    engine: Engine, send_buffer: int | None = None, **settings: Any
+    engine: EngineClient, send_buffer: int | None = None, **settings: Any
 ) -> Iterator[tuple[str, Any]]:
     """A server with a socket, perhaps with a small buffer; its URL and application."""
     app = create_app(engine, ServerSettings(**settings), owns_engine=False)

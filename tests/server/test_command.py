@@ -141,7 +141,8 @@ def test_the_config_file_equals_the_flags(tmp_path: Path, monkeypatch: pytest.Mo
         "zipage.server.run.run_server", lambda llm, settings, say: seen.append((llm, settings))
     )
     monkeypatch.setattr(
-        "zipage.engine.async_llm.AsyncLLM", lambda model, **options: (model, options)
+        "zipage.engine.process_client.EngineProcessClient",
+        lambda model, **options: (model, options),
     )
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -22,9 +22,12 @@ _PANELS = {
     "Server": "host port uds ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs api_keys "
     "allowed_origins log_prompts",
     "Chat": "served_model_names chat_template reasoning_parser tool_call_parser",
-    "Limits": "request_timeout stall_timeout drain_timeout max_body_size max_n max_prompts "
-    "max_stop max_logprobs",
+    "Engine process": "on_engine_death heartbeat_timeout step_timeout",
+    "Limits": "max_queued_requests request_timeout stall_timeout drain_timeout max_body_size "
+    "max_n max_prompts max_stop max_logprobs",
 }
+#: Options of the server that are those of the engine's process.
+_PROCESS = ("max_queued_requests", "on_engine_death", "heartbeat_timeout", "step_timeout")
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
 
@@ -113,10 +116,11 @@ def serve(
     except ImportError as error:
         raise ConfigError(_missing(error)) from None
     with die_on_interrupt():
-        from zipage.engine.async_llm import AsyncLLM
+        from zipage.engine.process_client import EngineProcessClient
 
-        llm = AsyncLLM(model, **engine)
-    code = run_server(llm, settings, lambda line: typer.echo(line, err=True))
+        process = {name: server[name] for name in _PROCESS}
+        client = EngineProcessClient(model, **process, **engine)
+    code = run_server(client, settings, lambda line: typer.echo(line, err=True))
     if code:
         raise typer.Exit(code)
 

@@ -18,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from zipage import __version__
+from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
-from zipage.server.engine import Engine
 from zipage.server.errors import (
     ApiError,
     bad_request,
@@ -117,7 +117,7 @@ def _streams(model: type | None, description: str) -> dict[str, Any]:
 
 
 def create_app(
-    engine: Engine, settings: ServerSettings | None = None, *, owns_engine: bool = True
+    engine: EngineClient, settings: ServerSettings | None = None, *, owns_engine: bool = True
 ) -> FastAPI:
     """The server as an ASGI application.
 

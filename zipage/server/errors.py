@@ -11,7 +11,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from zipage.errors import EngineDeadError, ModelError, RequestError, ZipageError
+from zipage.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    ModelError,
+    RequestError,
+    RequestTimeoutError,
+    ZipageError,
+)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -75,11 +82,6 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
     return ApiError(400, message, param, code)
 
 
-def overloaded(message: str, retry_after: float = RETRY_AFTER) -> ApiError:
-    """A 429 that says when to come back."""
-    return ApiError(429, message, headers={"Retry-After": str(max(1, round(retry_after)))})
-
-
 def unavailable(message: str) -> ApiError:
     """A 503."""
     return ApiError(503, message, headers={"Retry-After": str(RETRY_AFTER)})
@@ -91,6 +93,10 @@ def from_exception(error: BaseException) -> ApiError | None:
         return error
     if isinstance(error, EngineDeadError):
         return unavailable(str(error))
+    if isinstance(error, EngineOverloadedError):
+        return ApiError(429, str(error), headers={"Retry-After": str(RETRY_AFTER)})
+    if isinstance(error, RequestTimeoutError):
+        return ApiError(504, str(error))
     if isinstance(error, (RequestError, ModelError)):
         # The engine's messages start with the option and its value: `top_p=7 is not legal: ...`.
         named = re.match(r"(\w+)(?:\[\w+\])?(?:=| is | has | holds )", str(error))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import cast
 
+from zipage.engine.client import EngineClient
 from zipage.outputs import CompletionOutput, CompressionRecord, Logprob, RequestOutput
 from zipage.sampling_params import SamplingParams
-from zipage.server.engine import Engine
 from zipage.server.errors import ApiError, unavailable
 
 
@@ -48,7 +48,9 @@ class Generation:
         timeout: seconds they may take; None for no limit.
     """
 
-    def __init__(self, engine: Engine, jobs: Sequence[Job], timeout: float | None = None) -> None:
+    def __init__(
+        self, engine: EngineClient, jobs: Sequence[Job], timeout: float | None = None
+    ) -> None:
         self.jobs = jobs
         self._engine, self._timeout = engine, timeout
         self._pending: dict[int, RequestOutput] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -15,11 +16,13 @@ from typing import Any
 
 import uvicorn
 
+from zipage.engine.client import EngineClient
 from zipage.errors import ConfigError
 from zipage.server.app import create_app
-from zipage.server.engine import Engine
 from zipage.server.serving import Serving
 from zipage.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 
@@ -32,6 +35,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._serving, self._announce = serving, announce
+        self.died = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -42,13 +46,22 @@ class _Server(uvicorn.Server):
         self._serving.draining = True
         super().handle_exit(sig, frame)
 
-    async def on_tick(self, counter: int) -> bool:
-        if not self._serving.engine.is_running:
-            return True
-        return await super().on_tick(counter)
+    async def main_loop(self) -> None:
+        watch = asyncio.create_task(self._stop_with_engine())
+        try:
+            await super().main_loop()
+        finally:
+            watch.cancel()
+
+    async def _stop_with_engine(self) -> None:
+        error = await self._serving.engine.wait_dead()
+        logger.critical("the server stops: %s", error)
+        self.died = self.should_exit = True
 
 
-def run_server(engine: Engine, settings: ServerSettings, announce: Callable[[str], None]) -> int:
+def run_server(
+    engine: EngineClient, settings: ServerSettings, announce: Callable[[str], None]
+) -> int:
     """Serve until told to stop; returns the exit code.
 
     Args:
@@ -70,10 +83,9 @@ def run_server(engine: Engine, settings: ServerSettings, announce: Callable[[str
             )
             with _signals_are_uvicorns():
                 server.run(sockets=[listener])
-            died = not serving.draining
     finally:
         engine.shutdown()
-    return 1 if died else 0
+    return 1 if server.died else 0
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from zipage.engine.client import EngineClient
 from zipage.errors import ModelError
 from zipage.outputs import CompletionOutput, RequestOutput
 from zipage.sampling_params import SamplingParams
-from zipage.server.engine import Engine
 from zipage.server.errors import ApiError, bad_request, unavailable
 from zipage.server.generation import Delta, Generation, Job
 from zipage.server.logprobs import TokenTexts
@@ -54,7 +54,7 @@ class Serving:
         call_style: how the model writes tool calls, ``hermes``, ``llama3_json`` or ``none``.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.created = int(time.time())
         self.draining = False
@@ -222,7 +222,16 @@ class Serving:
         return Job(name, text, list(token_ids), params, body.priority or 0, salt)
 
     def generation(self, jobs: Sequence[Job]) -> Generation:
-        """Run jobs under the server's limits."""
+        """Run jobs under the server's limits.
+
+        Raises:
+            ApiError: there are more than there is ever room for.
+        """
+        most = self.settings.max_queued_requests
+        answers = sum(job.params.n for job in jobs)
+        if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
+            message = f"{answers} answers are asked for at once, this server takes at most {room}"
+            raise bad_request("prompt" if len(jobs) > 1 else "n", message)
         return Generation(self.engine, jobs, self.settings.request_timeout)
 
 

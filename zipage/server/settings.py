@@ -41,6 +41,12 @@ class ServerSettings:
         request_timeout: seconds after which a request is aborted; None for no limit.
         stall_timeout: seconds a client may leave a streamed event unread before its request is
             aborted.
+        max_queued_requests: answers that may wait for the engine beside those that run; further
+            requests get 429. None for no limit.
+        on_engine_death: ``exit`` (the server stops with code 1, for a supervisor to start it
+            again) or ``restart`` (the engine's process is started again).
+        heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
+        step_timeout: seconds that a step may take before the engine counts as dead.
         drain_timeout: seconds that running requests get to finish after SIGTERM or SIGINT.
         max_body_size: largest request body (``"32MiB"``).
         max_n: most choices of a prompt.
@@ -65,6 +71,10 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     request_timeout: float | None = None
     stall_timeout: float = 60.0
+    max_queued_requests: int | None = 2048
+    on_engine_death: str = "exit"
+    heartbeat_timeout: float = 30.0
+    step_timeout: float = 300.0
     drain_timeout: float = 30.0
     max_body_size: int | str = "32MiB"
     max_n: int = 128
@@ -83,13 +93,22 @@ class ServerSettings:
             self._check_int(name, 1, 2**31 - 1)
         self._check_int("max_logprobs", 0, 20)
         self._check_int("port", 0, 65535)
-        for name in ("request_timeout", "stall_timeout", "drain_timeout"):
+        if self.max_queued_requests is not None:
+            self._check_int("max_queued_requests", 1, 2**31 - 1)
+        for name in (
+            "request_timeout",
+            "stall_timeout",
+            "heartbeat_timeout",
+            "step_timeout",
+            "drain_timeout",
+        ):
             value = getattr(self, name)
             if value is None and name == "request_timeout":
                 continue
             number = not isinstance(value, bool) and isinstance(value, (int, float))
             if not number or not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name}={shown(value)} must be a number of seconds from 0")
+        self._check_choice("on_engine_death", ("exit", "restart"))
         self._check_choice("reasoning_parser", REASONING_PARSERS)
         self._check_choice("tool_call_parser", TOOL_CALL_PARSERS)
         for name in ("api_keys", "served_model_names", "allowed_origins"):
