@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -108,6 +110,40 @@ def test_the_drain_has_a_deadline_and_unix_sockets(processes: list[Process]) -> 
             with pytest.raises(httpx.HTTPError):
                 list(lines)
     assert not os.path.exists(path)
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_its_engine(processes: list[Process]) -> None:
+    server = Process(*SMALL, "--port", "0", "--max-model-len", "1500")
+    processes.append(server)
+    number = server.process.pid
+    children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    body = {"prompt": "Add", "max_tokens": 1400, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    assert "service_unavailable_error" in last
+    assert server.process.wait(30) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_https(processes: list[Process], tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--port", "0"]
+    server = Process(*SMALL, *flags)
+    processes.append(server)
+    assert server.url.startswith("https://")
+    context = ssl.create_default_context(cafile=str(certificate))
+    assert httpx.get(f"{server.url}/health", verify=context).status_code == 200
+    assert server.stop() == 0
 
 
 def fails(*arguments: str) -> str:

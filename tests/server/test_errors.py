@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import CHAT, SUM, Client
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
-from zipage.errors import EngineDeadError
+from zipage.errors import EngineDeadError, EngineOverloadedError
 from zipage.server.protocol.sampling import ErrorResponse
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -249,6 +249,18 @@ def test_a_dead_engine() -> None:
     for body in ({"prompt": "Add"}, {"prompt": "Add", "stream": True}):
         error = client.error(COMPLETIONS, body, 503)
         assert error["type"] == "service_unavailable_error"
+
+
+def test_an_overloaded_engine() -> None:
+    engine = ScriptedEngine([EngineOverloadedError("9 answers wait")], tiny_tokenizer())
+    for stream in (True, False):
+        answer = Client(engine).post(COMPLETIONS, {"prompt": "Add", "stream": stream})
+        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+    # More than can ever be taken is no matter of trying again.
+    client = Client(engine, max_queued_requests=44)
+    body = {"prompt": ["Add"] * 3, "n": 101, "temperature": 1.0}
+    assert "303 answers" in client.error(COMPLETIONS, body)["message"]
 
 
 def test_a_draining_server() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -29,7 +30,7 @@ from zipage.server.errors import (
     on_zipage_error,
     unavailable,
 )
-from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope
+from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope, is_protected
 from zipage.server.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -131,6 +132,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        app.openapi()  # takes some tenths of a second, which no request shall wait for
         yield
         if owns_engine:
             await asyncio.get_running_loop().run_in_executor(None, serving.close)
@@ -146,6 +148,7 @@ def create_app(
     )
     app.router.route_class = _JSONRoute
     app.state.serving = serving
+    app.openapi = lambda: _document(app, bool(settings.api_keys))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(ZipageError, on_zipage_error)
@@ -166,6 +169,30 @@ def create_app(
         )
     app.add_middleware(RequestScope)
     return app
+
+
+def _document(app: FastAPI, has_keys: bool) -> dict[str, Any]:
+    """The OpenAPI document, of what is really answered."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        schemas = document["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        protected = [{"key": []}] if has_keys else []
+        if has_keys:
+            document["components"]["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"}
+            }
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                # FastAPI's own answer to malformed bodies; here it is 400.
+                operation["responses"].pop("422", None)
+                if protected and is_protected(path):
+                    operation["security"] = protected
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:

@@ -24,6 +24,14 @@ _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _CLIENT_CLOSED = 499
 
 
+_PROTECTED = ("/v1", "/tokenize", "/detokenize")
+
+
+def is_protected(path: str) -> bool:
+    """Whether a path needs an API key, if there are any."""
+    return any(path == start or path.startswith(f"{start}/") for start in _PROTECTED)
+
+
 class RequestScope:
     """Gives every request an id, logs it, and answers 500 where a handler fails.
 
@@ -89,15 +97,13 @@ class RequestScope:
 class ApiKeys:
     """Asks for one of some keys on the paths that use the model."""
 
-    _PROTECTED = ("/v1", "/tokenize", "/detokenize")
-
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        if scope["type"] == "http" and self._is_protected(scope["path"]):
+        if scope["type"] == "http" and is_protected(scope["path"]):
             scheme, _, key = _header(scope, b"authorization").partition(b" ")
             # Every key is compared, in constant time, so that the time says nothing of them.
             matches = [hmac.compare_digest(key.strip(), legal) for legal in self._keys]
@@ -107,9 +113,6 @@ class ApiKeys:
                 await ApiError(401, message, headers=headers).response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-    def _is_protected(self, path: str) -> bool:
-        return any(path == start or path.startswith(f"{start}/") for start in self._PROTECTED)
 
 
 class BodyLimit:
