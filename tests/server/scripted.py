@@ -10,7 +10,7 @@ from typing import Any
 import zipage
 from zipage.config import EngineConfig
 from zipage.engine.stats import EngineStats
-from zipage.errors import EngineDeadError
+from zipage.errors import EngineDeadError, ModelError
 from zipage.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, Usage
 from zipage.sampling_params import SamplingParams
 from zipage.tokenizer import load_tokenizer
@@ -43,6 +43,8 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
 
     def get_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise ModelError("it has no tokenizer")
         return self._tokenizer
 
     def stats(self) -> EngineStats:

@@ -148,7 +148,10 @@ def test_messages_reach_the_template() -> None:
     assert seen["none"] < seen[None], "with tool_choice none the tools are not described"
 
 
-def test_template_options(client: Client) -> None:
+def test_template_options(engine: Any) -> None:
+    client = Client(engine, trust_chat_templates=True)
+    broken = {"messages": CHAT, "chat_template": "{{ oops("}
+    assert "template" in client.error(URL, broken)["message"]
     template = (
         "{{ messages[-1].content }}{% if enable_thinking %} 1{% endif %}"
         "{% if add_generation_prompt %} 2{% endif %}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.engine.small_model import save_small_model, small_options
 from tests.server.conftest import SUM, Client, texts_of
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
 from zipage import AsyncLLM
@@ -180,6 +182,23 @@ def test_impossible_log_probabilities_are_json() -> None:
     assert logprobs["top_logprobs"][0] == {"x": -9999.0, "y": -9999.0}
 
 
+def test_a_model_without_a_tokenizer() -> None:
+    engine = ScriptedEngine(["", ""], None)
+    client = Client(engine)
+    answer = client.ok(URL, {"prompt": [6, 7], "return_token_ids": True})
+    assert answer["choices"][0]["token_ids"] == [6, 6] and answer["choices"][0]["text"] == ""
+    assert not engine.seen[0][1].detokenize
+    engine.delay = 0.02  # outputs that wait together are told together
+    assert len(client.events(URL, {"prompt": [6, 7], "echo": True})) == 2
+    for path, body in [
+        (URL, {"prompt": "Add"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/tokenize", {"prompt": "Add"}),
+        ("/detokenize", {"tokens": [6]}),
+    ]:
+        assert "no tokenizer" in client.error(path, body)["message"]
+
+
 def bos_tokenizer() -> Any:
     """A byte-level tokenizer that starts every text with <s>, and has a template that does so."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -213,7 +232,23 @@ def test_one_bos_at_every_entry() -> None:
     assert client.ok(URL, {"prompt": [""]})["usage"]["prompt_tokens"] == 1
 
 
-def test_characters_are_never_cut(engine: AsyncLLM) -> None:
+def test_pieces_of_characters_in_streams(tmp_path: Path) -> None:
+    """Prompts and streams that end inside a character: nothing leaks, nothing is lost."""
+    model = save_small_model(tmp_path, vocab_size=258, eos_token_id=1)
+    bos_tokenizer().save_pretrained(model)
+    llm = AsyncLLM(**small_options(model, kv_budget=None, num_kv_blocks=60))
+    client = Client(llm)
+    ids = client.ok("/tokenize", {"prompt": "Größe: 漢"})["tokens"][:-1]
+    body = {"prompt": ids, "max_tokens": 40, "n": 6, "temperature": 1.3, "seed": 5, "stop": ["a"]}
+    whole = {c["index"]: c["text"] for c in client.ok(URL, body)["choices"]}
+    assert texts_of(client.events(URL, body)) == whole and len(set(whole.values())) > 1
+    assert not any("Größe" in text for text in whole.values())
+    echoed = client.ok(URL, {**body, "echo": True})["choices"]
+    assert all("Größe: " in c["text"] for c in echoed)
+    llm.shutdown()
+
+
+def test_bytes_of_pieces_of_characters() -> None:
     """Tokens that are pieces of characters: the bytes are told, the text has no U+FFFD."""
     tokenizer = bos_tokenizer()
     texts = Client(ScriptedEngine(["é", "漢"], tokenizer)).ok(

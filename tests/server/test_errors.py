@@ -80,8 +80,10 @@ BAD = [
         "tool_choice",
         "'g'",
     ),
-    (CHATS, {"chat_template": "{{ oops("}, "messages", "template"),
+    (CHATS, {"chat_template": "{{ 1 }}"}, "chat_template", "--trust-chat-templates"),
     (CHATS, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    (CHATS, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "variable"),
+    (CHATS, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
     (
         CHATS,
         {"continue_final_message": True, "add_generation_prompt": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from zipage.errors import RequestError
 from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import ChatTemplateFields, Message
 from zipage.server.reasoning import prompt_opens_reasoning
-from zipage.server.serving import Serving
+from zipage.server.serving import NO_TOKENIZER, Serving
 from zipage.tokenizer import encode_prompt, render_chat
 
 
@@ -97,6 +98,8 @@ async def chat_prompt(
     Raises:
         ApiError: the conversation is malformed, or the template refuses it.
     """
+    if serving.tokenizer is None:
+        raise bad_request(param, NO_TOKENIZER)
     continues = body.continue_final_message or False
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -105,10 +108,18 @@ async def chat_prompt(
         )
     opens = body.add_generation_prompt is not False and not continues
     options = dict(body.chat_template_kwargs or {})
-    for name in ("messages", "conversation", "tokenizer", "add_generation_prompt"):
-        if name in options:
-            raise bad_request("chat_template_kwargs", f"chat_template_kwargs may not have {name!r}")
-    template = body.chat_template or serving.chat_template
+    taken = inspect.signature(serving.tokenizer.apply_chat_template).parameters
+    for name in options:
+        if name in taken or name in ("messages", "tokenizer"):
+            message = f"chat_template_kwargs may not have {name!r}: it is no variable of templates"
+            raise bad_request("chat_template_kwargs", message)
+    template = serving.chat_template
+    if body.chat_template is not None:
+        # A template is a program, and one that never ends would stop the tokenizer for all.
+        if not serving.settings.trust_chat_templates:
+            message = "chat_template is only taken by servers with --trust-chat-templates"
+            raise bad_request("chat_template", message)
+        template = body.chat_template
     if template is not None:
         options.setdefault("chat_template", template)
     if body.reasoning_effort is not None:

@@ -30,6 +30,7 @@ from zipage.server.tool_calls import call_style
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+NO_TOKENIZER = "the model has no tokenizer: send token ids to /v1/completions"
 #: Fields of a request that are options of `SamplingParams` of the same name.
 _OPTIONS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
@@ -94,7 +95,7 @@ class Serving:
     async def tokenizing(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run what uses the tokenizer for long beside the event loop."""
         if self.tokenizer is None:
-            raise bad_request(None, "the model has no tokenizer: send token ids to /v1/completions")
+            raise bad_request(None, NO_TOKENIZER)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, function, *arguments)
 

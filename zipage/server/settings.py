@@ -33,6 +33,8 @@ class ServerSettings:
         served_model_names: what the model is called in requests; the first one is shown in
             answers that name none. None for its directory or hub id.
         chat_template: file with a Jinja chat template in place of the model's.
+        trust_chat_templates: let requests bring a chat template of their own. Templates are
+            programs: only for clients that are trusted.
         reasoning_parser: ``think`` splits off what stands in <think>...</think>, ``none`` leaves it
             in the text, ``auto`` goes by the chat template and the vocabulary.
         tool_call_parser: how the model writes tool calls: ``hermes``
@@ -67,6 +69,7 @@ class ServerSettings:
     allowed_origins: Sequence[str] | None = None
     served_model_names: Sequence[str] | None = None
     chat_template: str | None = None
+    trust_chat_templates: bool = False
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
     request_timeout: float | None = None
