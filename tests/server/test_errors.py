@@ -69,7 +69,7 @@ BAD = [
         "image_url",
     ),
     (CHATS, {"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-    (CHATS, {"logprobs": True, "top_logprobs": 99}, "logprobs", "20"),
+    (CHATS, {"logprobs": True, "top_logprobs": 99}, "top_logprobs", "20"),
     (CHATS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (CHATS, {"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     (CHATS, {"tools": [TOOL]}, "tools", "--tool-call-parser"),
@@ -151,6 +151,7 @@ def test_errors_of_http(client: Client) -> None:
         (client.get(COMPLETIONS), 405),
         (client.request("DELETE", "/health"), 405),
         (client.post(COMPLETIONS, b'{"prompt": "Add"}', headers=form), 415),
+        (client.request("POST", COMPLETIONS, content=b'{"prompt": "Add"}'), 415),
     ]
     for answer, status in answers:
         assert answer.status_code == status

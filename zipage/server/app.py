@@ -77,11 +77,11 @@ class _JSONRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            kind = request.headers.get("content-type", "application/json")
+            kind = request.headers.get("content-type", "")
             essence = kind.partition(";")[0].strip().lower()
             is_json = essence == "application/json" or essence.endswith("+json")
             if self.body_field is not None and not is_json:
-                message = f"the body is of type {kind!r}: send Content-Type: application/json"
+                message = f"the body is of type {kind!r}: set Content-Type to application/json"
                 raise ApiError(415, message)
             return await handle(_JSONRequest(request.scope, request.receive))
 
@@ -180,7 +180,7 @@ def _document(app: FastAPI, has_keys: bool) -> dict[str, Any]:
         schemas = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        protected = [{"key": []}] if has_keys else []
+        protected: list[dict[str, Any]] = [{"key": []}] if has_keys else []
         if has_keys:
             document["components"]["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer"}

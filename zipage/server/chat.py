@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -20,10 +20,8 @@ from zipage.server.protocol.chat import ChatCompletionRequest, ChatCompletionRes
 from zipage.server.serving import Serving, kv_stats, request_id_of, usage
 from zipage.server.streaming import (
     DONE,
-    EventStream,
     event,
     stream_error,
-    unless_disconnected,
 )
 from zipage.server.tool_calls import Piece, ToolCallDelta
 
@@ -33,6 +31,10 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
     model = serving.accept(request, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
+    most = serving.settings.max_logprobs
+    if not 0 <= (body.top_logprobs or 0) <= most:
+        message = f"top_logprobs={body.top_logprobs}: at most {most} are returned"
+        raise bad_request("top_logprobs", message)
     plan = plan_tools(serving, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await chat_prompt(serving, body, plan.described)
     max_tokens = body.max_completion_tokens
@@ -46,15 +48,7 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
     params = serving.sampling(body, max_tokens, logprobs, call_schema=plan.schema)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
-    generation = serving.generation([job])
-    if body.stream:
-        events = answer.events(generation, {"request_id": request_id_of(request)})
-        # Errors until the first token have a status of their own.
-        await unless_disconnected(request, anext(events))
-        return EventStream(events, serving.settings.stall_timeout)
-    async with generation:
-        (output,) = await unless_disconnected(request, generation.results())
-    return Response(answer.whole(output).model_dump_json(), media_type="application/json")
+    return await serving.deliver(request, [job], answer, body.stream or False)
 
 
 class _Answer:
@@ -86,8 +80,9 @@ class _Answer:
         ]
         self._trackers = [DeltaTracker() for _ in range(params.n)]
 
-    def whole(self, output: RequestOutput) -> ChatCompletionResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         """The answer that is not streamed."""
+        (output,) = outputs
         choices = []
         for completion in output.outputs:
             delta = self._trackers[completion.index].update(completion)

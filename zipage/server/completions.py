@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -20,10 +20,8 @@ from zipage.server.protocol.completions import CompletionRequest, CompletionResp
 from zipage.server.serving import Serving, kv_stats, request_id_of, usage
 from zipage.server.streaming import (
     DONE,
-    EventStream,
     event,
     stream_error,
-    unless_disconnected,
 )
 
 #: Most tokens where a request says nothing, as in OpenAI's API.
@@ -53,16 +51,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     )
     answer = _Answer(serving, body, model, prompts, params, f"cmpl-{request_id_of(request)}")
     jobs = [serving.job(answer.id, body, p.text, p.token_ids, params) for p in prompts]
-    generation = serving.generation(jobs)
-    if body.stream:
-        fields = {"request_id": request_id_of(request)}
-        events = answer.events(generation, fields)
-        # Errors until the first token have a status of their own.
-        await unless_disconnected(request, anext(events))
-        return EventStream(events, serving.settings.stall_timeout)
-    async with generation:
-        outputs = await unless_disconnected(request, generation.results())
-    return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
+    return await serving.deliver(request, jobs, answer, body.stream or False)
 
 
 class _Answer:
@@ -91,7 +80,7 @@ class _Answer:
         as_ids = body.return_tokens_as_token_ids or False
         self._logprobs = [CompletionLogprobWriter(as_ids) for _ in range(count)]
 
-    def whole(self, outputs: list[RequestOutput]) -> CompletionResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The answer that is not streamed."""
         choices = []
         for position, output in enumerate(outputs):
@@ -127,7 +116,7 @@ class _Answer:
             yield event({**self._head, "choices": [], "usage": self._usage([*outputs.values()])})
         yield DONE
 
-    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         spent = sum(output.usage.completion_tokens for output in outputs)
         return usage(outputs, discarded=spent if self._no_tokens else 0)
 

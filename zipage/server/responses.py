@@ -35,7 +35,7 @@ from zipage.server.protocol.responses import (
 from zipage.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 from zipage.server.response_items import ResponseItems
 from zipage.server.serving import Serving, request_id_of, usage, without_none
-from zipage.server.streaming import EventStream, event, stream_error, unless_disconnected
+from zipage.server.streaming import event, stream_error
 
 
 async def respond(serving: Serving, request: Request, body: ResponsesRequest) -> Response:
@@ -64,16 +64,7 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     params = serving.sampling(body, most, call_schema=plan.schema)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
-    generation = serving.generation([job])
-    if body.stream:
-        events = answer.events(generation, {"request_id": request_id_of(request)})
-        # Errors until the first token have a status of their own.
-        await unless_disconnected(request, anext(events))
-        return EventStream(events, serving.settings.stall_timeout)
-    async with generation:
-        (output,) = await unless_disconnected(request, generation.results())
-    whole = ResponseObject(**answer.whole(output))
-    return Response(whole.model_dump_json(), media_type="application/json")
+    return await serving.deliver(request, [job], answer, body.stream or False)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
@@ -194,10 +185,11 @@ class _Answer:
             "tools": [without_none(tool.model_dump()) for tool in body.tools or ()],
         }
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         """The response that is not streamed."""
+        (output,) = outputs
         self._take(output)
-        return self._finished(output)
+        return ResponseObject.model_validate(self._finished(output))
 
     async def events(
         self, generation: Generation, log_fields: dict[str, Any]

@@ -7,12 +7,14 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
+from starlette.responses import Response
 
 from zipage.engine.client import EngineClient
 from zipage.errors import ModelError
@@ -24,6 +26,7 @@ from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import uses_think_tags
 from zipage.server.settings import ServerSettings
+from zipage.server.streaming import EventStream, unless_disconnected
 from zipage.server.structured import structured_output
 from zipage.server.tool_calls import call_style
 
@@ -38,6 +41,18 @@ _OPTIONS = (
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats"),
 )
+
+
+class Answer(Protocol):
+    """How the outputs of a request are told."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The answer that is not streamed."""
+
+    def events(
+        self, generation: Generation, log_fields: dict[str, Any]
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer as a stream; its first event is empty, and comes with the first token."""
 
 
 class Serving:
@@ -68,7 +83,7 @@ class Serving:
         root = str(config.model or config.model_shape or "zipage-tiny")
         self.root = root
         name = Path(root).resolve().name if Path(root).exists() else root
-        self.names: list[str] = list(settings.served_model_names or [name])
+        self.names = list(settings.served_model_names or dict.fromkeys([name, root]))
         self.chat_template: str | None = None
         if settings.chat_template is not None:
             self.chat_template = Path(settings.chat_template).read_text(encoding="utf-8")
@@ -222,12 +237,26 @@ class Serving:
         salt = body.cache_salt or ""
         return Job(name, text, list(token_ids), params, body.priority or 0, salt)
 
-    def generation(self, jobs: Sequence[Job]) -> Generation:
-        """Run jobs under the server's limits.
+    async def deliver(
+        self, request: Request, jobs: Sequence[Job], answer: Answer, stream: bool
+    ) -> Response:
+        """Run the jobs of a request, and answer it.
 
         Raises:
-            ApiError: there are more than there is ever room for.
+            ApiError, ZipageError: the engine refused them, or failed before the first token.
+            ClientDisconnected: nobody waits for the answer.
         """
+        generation = self._generation(jobs)
+        if stream:
+            events = answer.events(generation, {"request_id": request_id_of(request)})
+            # Errors until the first token have a status of their own.
+            await unless_disconnected(request, anext(events))
+            return EventStream(events, self.settings.stall_timeout)
+        async with generation:
+            outputs = await unless_disconnected(request, generation.results())
+        return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
+
+    def _generation(self, jobs: Sequence[Job]) -> Generation:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):

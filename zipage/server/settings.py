@@ -31,7 +31,7 @@ class ServerSettings:
             ``/v1``, ``/tokenize`` and ``/detokenize``. None: no key is asked for.
         allowed_origins: origins whose web pages may use the server (CORS), ``*`` for all.
         served_model_names: what the model is called in requests; the first one is shown in
-            answers that name none. None for its directory or hub id.
+            answers that name none. None for its hub id, or the name of its directory and its path.
         chat_template: file with a Jinja chat template in place of the model's.
         trust_chat_templates: let requests bring a chat template of their own. Templates are
             programs: only for clients that are trusted.
