@@ -57,7 +57,8 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
     assert prompt_opens_reasoning("what is <think>?<|im_start|>assistant\n") is None
     assert prompt_opens_reasoning("...", continued="<think>so far") is True
     assert prompt_opens_reasoning("...", continued="<think>a</think>b") is False
-    assert prompt_opens_reasoning("<think>", continued="plain") is None
+    assert prompt_opens_reasoning("<think>", continued="plain") is False
+    assert prompt_opens_reasoning("<think>\n", continued="") is True
 
 
 def test_auto_goes_by_the_template() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from zipage.outputs import CompletionOutput
 from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import NamedToolChoice, Tool
-from zipage.server.reasoning import CLOSE, ReasoningSplitter
+from zipage.server.reasoning import ReasoningSplitter
 from zipage.server.serving import Serving
 from zipage.server.tool_calls import (
     HermesParser,
@@ -154,9 +154,7 @@ def reasoning_counter(
     serving: Serving, opened: bool | None
 ) -> Callable[[CompletionOutput], int] | None:
     """Counts the reasoning tokens of an answer; None where the closing tag is not one token."""
-    if not serving.reasons or serving.tokenizer is None:
-        return None
-    close = serving.tokenizer.get_added_vocab().get(CLOSE)
+    close = serving.think_end
     if close is None:
         return None
 

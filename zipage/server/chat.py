@@ -45,7 +45,11 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
         raise bad_request(name, f"{name}={max_tokens} must be at least 1")
     serving.check_length(len(prompt.token_ids), max_tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = serving.sampling(body, max_tokens, logprobs, call_schema=plan.schema)
+    # A model that may reason is taken to do so unless the prompt closed its reasoning.
+    may_reason = serving.reasons and prompt.opens_reasoning is not False
+    params = serving.sampling(
+        body, max_tokens, logprobs, call_schema=plan.schema, may_reason=may_reason
+    )
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False)

@@ -99,7 +99,7 @@ def from_exception(error: BaseException) -> ApiError | None:
         return ApiError(504, str(error))
     if isinstance(error, (RequestError, ModelError)):
         # The engine's messages start with the option and its value: `top_p=7 is not legal: ...`.
-        named = re.match(r"(\w+)(?:\[\w+\])?(?:=| is | has | holds )", str(error))
+        named = re.match(r"([\w.]+)(?:\[\w+\])?(?:=| is | has | holds )", str(error))
         param = named.group(1) if named else None
         return bad_request({"prompt_token_ids": "prompt"}.get(param or "", param), str(error))
     if isinstance(error, ZipageError):

@@ -24,9 +24,8 @@ def prompt_opens_reasoning(prompt: str, continued: str | None = None) -> bool | 
     Returns:
         True or False if the end of the prompt says so, None if the answer may open it itself.
     """
-    if continued is not None:
-        opened, closed = continued.rfind(OPEN), continued.rfind(CLOSE)
-        return None if opened == closed else opened > closed
+    if continued:
+        return continued.rfind(OPEN) > continued.rfind(CLOSE)
     end = prompt.rstrip()
     return True if end.endswith(OPEN) else False if end.endswith(CLOSE) else None
 

@@ -61,7 +61,9 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
             type=body.text.format.type,
             json_schema=JsonSchemaFormat(schema=body.text.format.json_schema),
         )
-    params = serving.sampling(body, most, call_schema=plan.schema)
+    # A model that may reason is taken to do so unless the prompt closed its reasoning.
+    may_reason = serving.reasons and prompt.opens_reasoning is not False
+    params = serving.sampling(body, most, call_schema=plan.schema, may_reason=may_reason)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False)

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from zipage.engine.client import EngineClient
-from zipage.errors import ModelError
+from zipage.errors import ModelError, RequestError
 from zipage.outputs import CompletionOutput, RequestOutput
 from zipage.sampling_params import SamplingParams
 from zipage.server.errors import ApiError, bad_request, unavailable
 from zipage.server.generation import Delta, Generation, Job
 from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
-from zipage.server.reasoning import uses_think_tags
+from zipage.server.reasoning import CLOSE, uses_think_tags
 from zipage.server.settings import ServerSettings
 from zipage.server.streaming import EventStream, unless_disconnected
 from zipage.server.structured import structured_output
@@ -67,6 +67,7 @@ class Serving:
         names: what the model is called.
         draining: set when the server shuts down: new requests are refused.
         reasons: whether reasoning is split off.
+        think_end: the token that ends reasoning, if it is one.
         call_style: how the model writes tool calls, ``hermes``, ``llama3_json`` or ``none``.
     """
 
@@ -93,6 +94,9 @@ class Serving:
         self.reasons = settings.reasoning_parser == "think" or (
             settings.reasoning_parser == "auto" and uses_think_tags(template, self.tokenizer)
         )
+        self.think_end: int | None = None
+        if self.reasons and self.tokenizer is not None:
+            self.think_end = self.tokenizer.get_added_vocab().get(CLOSE)
         self.call_style = settings.tool_call_parser
         if self.call_style == "auto":
             self.call_style = call_style(template)
@@ -177,6 +181,7 @@ class Serving:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         call_schema: Mapping[str, Any] | None = None,
+        may_reason: bool = False,
     ) -> SamplingParams:
         """Sampling parameters of a request: its own, else the model's.
 
@@ -186,6 +191,7 @@ class Serving:
             logprobs: most likely tokens told of at every generated token.
             prompt_logprobs: the same for the prompt's tokens.
             call_schema: JSON schema of the tool calls that the answer must be.
+            may_reason: whether reasoning may come before what is structured.
 
         Raises:
             ApiError, RequestError: a value is illegal.
@@ -219,9 +225,22 @@ class Serving:
             "detokenize": self.tokenizer is not None,
         }
         wanted = structured_output(body, call_schema)
-        if wanted is not None:
-            options |= wanted
-        return SamplingParams.from_dict(options)
+        if wanted is None:
+            return SamplingParams.from_dict(options)
+        field, form = wanted
+        if may_reason:
+            if self.think_end is None:
+                message = (
+                    f"{field} needs a model whose reasoning ends with one token: switch it off"
+                )
+                raise bad_request(field, message)
+            form = {**form, "reasoning_end_token_ids": [self.think_end]}
+        try:
+            return SamplingParams.from_dict({**options, "structured_outputs": form})
+        except RequestError as error:
+            if "structured_outputs" not in str(error):
+                raise
+            raise bad_request(field, f"{field}: {error}") from None
 
     def job(
         self,

@@ -12,61 +12,51 @@ from zipage.server.protocol.sampling import SamplingFields
 
 def structured_output(
     body: SamplingFields, call_schema: Mapping[str, Any] | None = None
-) -> dict[str, Any] | None:
-    """The sampling option that a request's structured output needs; None for free text.
+) -> tuple[str, dict[str, Any]] | None:
+    """What form the answer of a request must have.
 
     Args:
         body: the request.
         call_schema: JSON schema of the tool calls that the answer must be.
 
+    Returns:
+        the field of the request that asks for it, and the option of
+        `zipage.StructuredOutputsParams` that says it; None for free text.
+
     Raises:
-        ApiError: it asks for several, for something malformed, or for what is not supported.
+        ApiError: several fields ask for one, or one is malformed.
     """
-    found = wanted_structures(body)
+    found: dict[str, dict[str, Any]] = {}
     if call_schema is not None:
-        found["tool_choice"] = ("json", call_schema)
-    if not found:
-        return None
-    if len(found) > 1:
-        names = ", ".join(found)
-        raise bad_request(next(iter(found)), f"give one way to structure the output, not {names}")
-    name = next(iter(found))
-    raise bad_request(name, f"{name}: structured output is not supported by this engine")
-
-
-def wanted_structures(body: SamplingFields) -> dict[str, tuple[str, Any]]:
-    """Field of the request to the kind of structure, and what it is of."""
-    found: dict[str, tuple[str, Any]] = {}
+        found["tool_choice"] = {"json": call_schema}
     wanted = body.response_format
     if wanted is not None and wanted.type == "json_object":
-        found["response_format"] = ("json_object", True)
+        found["response_format"] = {"json_object": True}
     elif wanted is not None and wanted.type == "json_schema":
         schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
         if schema is None:
-            raise bad_request(
-                "response_format.json_schema", "response_format.json_schema.schema is missing"
-            )
-        found["response_format"] = ("json", schema)
+            name = "response_format.json_schema.schema"
+            raise bad_request(name, f"{name} is missing")
+        found["response_format"] = {"json": _schema(schema)}
     if body.structured_outputs is not None:
-        given = body.structured_outputs.model_dump(exclude_none=True)
-        for name, value in given.items():
-            kind = name.rstrip("_")
-            if kind != "json_object" or value:
-                found[f"structured_outputs.{kind}"] = (kind, _schema(kind, value))
-        if not given:
-            raise bad_request("structured_outputs", "structured_outputs is empty")
+        given = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        if len(given) != 1:
+            message = "structured_outputs needs exactly one of json, json_object, regex, choice"
+            raise bad_request("structured_outputs", f"{message}, grammar")
+        if given.get("json_object"):
+            found["structured_outputs"] = given
+        elif "json_object" not in given:
+            found["structured_outputs"] = {n: _schema(v) for n, v in given.items()}
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{kind}")
         if value is not None:
-            found[f"guided_{kind}"] = (kind, _schema(kind, value))
-    return found
+            found[f"guided_{kind}"] = {kind: _schema(value)}
+    if len(found) > 1:
+        names = ", ".join(found)
+        raise bad_request(next(iter(found)), f"give one way to structure the output, not {names}")
+    return next(iter(found.items()), None)
 
 
-def _schema(kind: str, value: Any) -> Any:
-    """A JSON schema may be given as text."""
-    if kind == "json" and isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise bad_request("json", f"the JSON schema is not JSON: {error}") from None
-    return value
+def _schema(value: Any) -> Any:
+    """A schema may also be true or false; as text it is taken in any case."""
+    return json.dumps(value) if isinstance(value, bool) else value

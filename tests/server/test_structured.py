@@ -1,0 +1,123 @@
+"""Every way to ask for structured output becomes the same sampling option."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import CHAT, Client
+from tests.server.scripted import ScriptedEngine, tiny_tokenizer
+from tests.server.test_chat import HERMES, TOOLS, joined
+from zipage.sampling_params import SamplingParams
+
+if "structured_outputs" not in SamplingParams.__dataclass_fields__:
+    pytest.skip("this engine has no structured output", allow_module_level=True)
+
+URL = "/v1/chat/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+FORMS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_object"}}, "json_object", None),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        "json",
+        SCHEMA,
+    ),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", SCHEMA),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, "regex", "[0-9]+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+    ({"guided_json": SCHEMA}, "json", SCHEMA),
+    ({"guided_regex": "x*"}, "regex", "x*"),
+    ({"guided_choice": ["a"]}, "choice", ["a"]),
+]
+
+
+def form_of(engine: ScriptedEngine) -> Any:
+    return engine.seen[-1][1].structured_outputs
+
+
+@pytest.mark.parametrize(("fields", "kind", "value"), FORMS)
+@pytest.mark.parametrize("path", [URL, "/v1/completions"])
+def test_forms(path: str, fields: dict[str, Any], kind: str, value: Any) -> None:
+    engine = ScriptedEngine(["5"], tiny_tokenizer())
+    body = {"prompt": "Add"} if path != URL else {"messages": CHAT}
+    Client(engine).ok(path, {**body, **fields})
+    form = form_of(engine)
+    assert form.kind == kind
+    if kind in ("json", "choice"):
+        assert json.loads(form.text) == value
+    elif value is not None:
+        assert form.text == value
+    # zipage-tiny's template opens its reasoning: the form is that of what follows.
+    assert form.reasoning_end_token_ids == ((4,) if path == URL else None)
+
+
+def test_responses() -> None:
+    engine = ScriptedEngine(["5"], tiny_tokenizer())
+    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    Client(engine).ok("/v1/responses", {"input": "Add", "text": {"format": wanted}})
+    assert json.loads(form_of(engine).text) == SCHEMA
+
+
+def test_no_form() -> None:
+    engine = ScriptedEngine(["5"], tiny_tokenizer())
+    for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": None}):
+        Client(engine).ok(URL, {"messages": CHAT, **fields})
+        assert form_of(engine) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"pattern": "a"}}, "structured_outputs.pattern"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], param: str) -> None:
+    client = Client(ScriptedEngine(["5"], tiny_tokenizer()))
+    assert client.error(URL, {"messages": CHAT, **fields})["param"] == param
+
+
+def test_forced_calls() -> None:
+    call = '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
+    engine = ScriptedEngine(list(call), tiny_tokenizer(HERMES))
+    client = Client(engine)
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
+    required = {**body, "tool_choice": "required"}
+    choice = client.ok(URL, required)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    assert joined(client.events(URL, required))["calls"] == [["get_weather", '{"city": "Rome"}']]
+    schema = json.loads(form_of(engine).text)
+    assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
+    engine.pieces = ['{"city"', ': "Rome"}']
+    named = {**body, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    streamed = joined(client.events(URL, named))
+    assert streamed["calls"] == [["get_weather", '{"city": "Rome"}']]
+    assert streamed["finish_reason"] == "tool_calls"
+    assert json.loads(form_of(engine).text) == TOOLS[0]["function"]["parameters"]
+
+
+def test_the_engine_obeys(client: Client) -> None:
+    """On the embedded model: reasoning first, then an answer of the form."""
+    body = {"messages": CHAT, "max_tokens": 400, "structured_outputs": {"regex": " ?[0-9]{3}"}}
+    message = client.ok(URL, body)["choices"][0]["message"]
+    assert message["reasoning"].endswith("153.") and message["content"].strip().isdigit()
+    assert len(message["content"].strip()) == 3
+    choice = {"prompt": "Add", "structured_outputs": {"choice": [" sky", " pin"]}}
+    assert client.ok("/v1/completions", choice)["choices"][0]["text"] in (" sky", " pin")
