@@ -211,3 +211,9 @@ def test_help_is_grouped() -> None:
     text = invoke("serve", "--help").stdout
     for panel in ("Server", "Chat", "Limits", "Model", "KV cache", "Compression", "Logging"):
         assert f"─ {panel} ─" in text
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "zipage.server.run", raising=False)
+    assert "pip install 'zipage[serve]'" in fails()

@@ -53,8 +53,6 @@ from zipage.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-_Endpoint = Callable[..., Any]
-
 
 class _JSONRequest(Request):
     """Reads bodies as JSON and nothing looser: no NaN, no lone surrogates, no endless nesting."""
