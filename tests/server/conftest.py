@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -115,6 +121,59 @@ def wait_until(condition: Any, seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.01)
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "zipage", "serve", *arguments]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+        self.lines: list[str] = []
+        self.listens = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self.listens.wait(60) and self.url, self.lines
+
+    url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.match(r"Zipage serves .* at (\S+) ", line)
+            if found:
+                self.url = found.group(1)
+                self.listens.set()
+        self.listens.set()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        self._reader.join(10)
+        return code
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    running: list[Process] = []
+    yield running
+    for one in running:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Commands set the log up for their process, which is that of the tests here."""
+    logger = logging.getLogger("zipage")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +16,9 @@ import httpx
 import pytest
 
 from tests.cli.invoke import invoke
+from tests.server.conftest import Process
 
 SMALL = ["--num-kv-blocks", "100", "--block-size", "16", "--kv-budget", "none"]
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "zipage", "serve", *arguments]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-        )
-        self.lines: list[str] = []
-        self.listens = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        assert self.listens.wait(60) and self.url, self.lines
-
-    url = ""
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            found = re.match(r"Zipage serves .* at (\S+) ", line)
-            if found:
-                self.url = found.group(1)
-                self.listens.set()
-        self.listens.set()
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(30)
-        self._reader.join(10)
-        return code
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    running: list[Process] = []
-    yield running
-    for one in running:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
 
 
 def test_running_requests_finish_after_sigterm(processes: list[Process], tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
@@ -245,7 +245,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
 def _add_tokens(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize", response_model=TokenizeResponse, responses=_errors(*_TEXT_ERRORS))
-    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: Annotated[TokenizeRequest, Body()]) -> Response:
         """Token ids of a text or a conversation."""
         return JSONResponse(await tokenization.tokenize(serving, request, body))
 
