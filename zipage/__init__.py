@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from zipage.sampling_params import SamplingParams
+    from zipage.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "RequestTimeoutError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Usage",
     "ZipageError",
 ]
@@ -56,6 +58,7 @@ _HOME = {
     "EngineConfig": "zipage.config",
     "EngineProcessClient": "zipage.engine.process_client",
     "SamplingParams": "zipage.sampling_params",
+    "StructuredOutputsParams": "zipage.structured_outputs",
     **dict.fromkeys(
         ("CompletionOutput", "CompressionRecord", "RequestMetrics", "RequestOutput", "Usage"),
         "zipage.outputs",

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from zipage.errors import RequestError, shown
+from zipage.structured_outputs import StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this select the most likely token, as in vLLM."""
@@ -76,6 +77,8 @@ class SamplingParams:
             the engine's default is off, None takes the engine's default.
         return_kv_stats: return which tokens each compression kept, see
             `CompletionOutput.kv_stats`.
+        structured_outputs: the form the answer must have, see `StructuredOutputsParams`; a mapping
+            will do, such as ``{"regex": "[0-9]+"}``.
 
     Raises:
         RequestError: an option has an illegal value; the message names the option, the value
@@ -105,6 +108,7 @@ class SamplingParams:
     kv_budget: int | None = None
     compression: CompressionMode | None = None
     return_kv_stats: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Checks every option and brings it to its plain type."""
@@ -164,6 +168,11 @@ class SamplingParams:
         mode = self.compression
         if mode is not None and not (isinstance(mode, str) and mode in ("on", "off")):
             raise _illegal("compression", self.compression, '"on", "off" or None')
+        form: object = self.structured_outputs
+        if isinstance(form, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams.from_dict(form))
+        elif form is not None and not isinstance(form, StructuredOutputsParams):
+            raise _illegal("structured_outputs", form, "StructuredOutputsParams or None")
         if self.compression == "off" and self.kv_budget is not None:
             raise _illegal("kv_budget", self.kv_budget, 'None when compression="off"')
 
@@ -202,13 +211,17 @@ class SamplingParams:
             vocab_size: number of token ids the model has logits for.
 
         Raises:
-            RequestError: a token id of ``logit_bias`` or ``stop_token_ids`` is outside the
-                vocabulary, or ``logprobs`` or ``prompt_logprobs`` exceed its size.
+            RequestError: a token id of ``logit_bias``, ``stop_token_ids`` or
+                ``reasoning_end_token_ids`` is outside the vocabulary, or ``logprobs`` or
+                ``prompt_logprobs`` exceed its size.
         """
         legal = f"token ids from 0 to {vocab_size - 1}"
+        form = self.structured_outputs
+        reasoning_end = () if form is None else form.reasoning_end_token_ids or ()
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_id_set),
+            ("structured_outputs.reasoning_end_token_ids", reasoning_end),
         ):
             outside = [token_id for token_id in ids if token_id >= vocab_size]
             if outside:

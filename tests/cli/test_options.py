@@ -172,3 +172,21 @@ def test_commands_that_run_an_engine_have_log_options(path: tuple[str, ...]) -> 
     params = params_of(*path)
     assert params["log_level"].envvar == "ZIPAGE_LOG_LEVEL"
     assert params["log_format"].envvar == "ZIPAGE_LOG_FORMAT"
+
+
+def test_structured_outputs_are_given_as_json() -> None:
+    seen: dict[str, Any] = {}
+    probe = typer.Typer()
+
+    @probe.command()
+    @with_options("sampling", sampling_options())
+    def command(*, sampling: dict[str, Any]) -> None:
+        seen.update(sampling)
+
+    given = '{"regex": "[0-9]+"}'
+    assert invoke("--structured-outputs", given, command=probe).exit_code == 0
+    params = SamplingParams.from_dict({"structured_outputs": seen["structured_outputs"]})
+    assert params.structured_outputs is not None and params.structured_outputs.regex == "[0-9]+"
+    for bad in ("[0-9]+", "[]"):
+        result = invoke("--structured-outputs", bad, command=probe)
+        assert result.exit_code == 2 and "JSON object" in result.output

@@ -13,6 +13,7 @@ from tests.engine.small_model import make_small_llm
 from tests.engine.workload import assert_empty
 from zipage import LLM, RequestOutput, SamplingParams
 from zipage.engine.request import PENDING_TOKEN
+from zipage.engine.steps import StepRunner
 from zipage.execution.sampler import LaunchedSample
 
 pytestmark = pytest.mark.usefixtures("no_retries")
@@ -28,7 +29,7 @@ def answer_beside(llm: LLM, params: SamplingParams, at: int) -> RequestOutput:
     for i, output in enumerate(llm.stream([9, 8, 7], params), 1):
         last = output
         if i == at:
-            blocking = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+            blocking = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
             beside = llm.stream([5, 6, 7], blocking)
     if beside is not None:
         list(beside)
@@ -136,3 +137,40 @@ def test_bad_content_is_not_found_again(small_model: Path, ahead: bool) -> None:
         assert_empty(llm)
     for output, one in zip(outputs, expected, strict=True):
         assert output.error is None and output.outputs[0].token_ids == one.token_ids
+
+
+#: Everything that is sampled without the host: each kind sees the tokens before in another way.
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 4},
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    {"temperature": 1.5, "seed": 4, "presence_penalty": 1.0, "top_p": 0.8},
+    {"temperature": 1.5, "seed": 5, "min_p": 0.02, "logit_bias": {7: 4.0, 9: 4.0}, "logprobs": 0},
+    {"temperature": 2.0, "seed": 6, "min_tokens": 9, "frequency_penalty": -0.3, "logprobs": 2},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 0.0, "min_tokens": 5, "logit_bias": {2: 30.0}, "ignore_eos": False},
+]
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_every_kind_of_sampling_runs_ahead(
+    small_model: Path, tight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step waits for the one before it, and the tokens are those of one that does."""
+    options = {"num_kv_blocks": 12, "admission": "optimistic"} if tight else {}
+    # Whose turn it is differs between the modes once requests are preempted.
+    kinds = [kind for kind in KINDS if not tight or "seed" in kind or not kind["temperature"]]
+    kinds = [{"max_tokens": 40, "ignore_eos": True, **kind} for kind in kinds]
+    prompts = [list(range(3 + i, 30 + 3 * i)) for i in range(len(kinds))]
+    results = []
+    for ahead in (False, True):
+        if ahead and not tight:
+            monkeypatch.setattr(StepRunner, "_execute", None)
+        with make_small_llm(small_model, async_scheduling=ahead, **options) as llm:
+            outputs = llm.generate(prompts, [SamplingParams(**kind) for kind in kinds])
+            assert (llm.stats().preemptions > 0) is tight
+            assert_empty(llm)
+        answers = [output.outputs[0] for output in outputs]
+        results.append([(a.token_ids, a.logprobs, a.finish_reason) for a in answers])
+    assert results[0] == results[1]
+    assert len(results[0][-1][0]) == 6 and results[0][-1][2] == "stop"

@@ -46,11 +46,11 @@ def guard(llm: LLM, check: Callable[[StepPlan], None], after: bool = False) -> l
     runner = llm.engine.core.runner
     done: list[StepPlan] = []
 
-    def guarded(inner: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
-        def call(plan: StepPlan) -> Any:
+    def guarded(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(plan: StepPlan, *args: Any) -> Any:
             if not after:
                 check(plan)
-            output = inner(plan)
+            output = inner(plan, *args)
             if after:
                 check(plan)
             done.append(plan)
@@ -68,8 +68,8 @@ def count_launches(llm: LLM) -> list[Any]:
     runner = llm.engine.core.runner
     inner, launched = runner.launch, []
 
-    def launch(plan: StepPlan) -> Any:
-        launched.append(inner(plan))
+    def launch(plan: StepPlan, read_tokens: Callable[[], object]) -> Any:
+        launched.append(inner(plan, read_tokens))
         return launched[-1]
 
     runner.launch = launch  # type: ignore[method-assign]

@@ -20,10 +20,10 @@ def break_something(llm: Any, rng: random.Random) -> None:
     for method in rng.sample(("compress", "swap_out", "swap_in", "execute", "launch"), 2):
         inner = getattr(runner, method)
 
-        def failing(argument: Any, inner: Any = inner) -> Any:
+        def failing(*args: Any, inner: Any = inner) -> Any:
             if rng.random() < 0.05:
                 raise RuntimeError("injected")
-            return inner(argument)
+            return inner(*args)
 
         setattr(runner, method, failing)
 

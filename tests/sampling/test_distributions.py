@@ -71,7 +71,7 @@ def probabilities(name: str) -> list[float]:
 
 
 def make_state(**options: object) -> SamplingState:
-    return SamplingState(SamplingParams(**options), PROMPT, list(OUTPUT), EOS, V, "cpu")
+    return SamplingState(SamplingParams(**options), PROMPT, list(OUTPUT), EOS, V)
 
 
 @cache
@@ -136,5 +136,5 @@ def test_seeded_draws_follow_the_same_distribution(name: str) -> None:
 def test_filters_renormalise_in_order() -> None:
     # min-p leaves {.5, .3}; top-p .6 of that mass needs .5 alone, of the whole it would need both.
     logits = [math.log(p) for p in (0.5, 0.3, 0.1, 0.06, 0.04)]
-    state = SamplingState(SamplingParams(min_p=0.5, top_p=0.6), [], [], (), 5, "cpu")
+    state = SamplingState(SamplingParams(min_p=0.5, top_p=0.6), [], [], (), 5)
     assert count_draws(logits, [state] * 5000, 5000) == [5000, 0, 0, 0, 0]

@@ -16,7 +16,7 @@ V = 40
 
 def state(params, prompt=(), output=None, eos=(0,), vocab_size=V, index=0):
     return SamplingState(
-        params, list(prompt), [] if output is None else output, eos, vocab_size, "cpu", index
+        params, list(prompt), [] if output is None else output, eos, vocab_size, index
     )
 
 
@@ -363,7 +363,7 @@ def test_seeded_draws_are_the_same_on_cuda():
         sampler = Sampler(0, device=device)
         outputs = [[] for _ in ALL_KINDS]
         states = [
-            SamplingState(params, [1, 2, 2, 5], output, (0,), 300, device)
+            SamplingState(params, [1, 2, 2, 5], output, (0,), 300)
             for params, output in zip(ALL_KINDS, outputs, strict=True)
         ]
         for step in range(12):
@@ -375,3 +375,50 @@ def test_seeded_draws_are_the_same_on_cuda():
         return outputs
 
     assert tokens("cuda") == tokens("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_waits_for_the_device(dtype):
+    """Steps launched one after another, each seeing the tokens of the ones before it."""
+    sampler, outputs = Sampler(0, device="cuda"), [[] for _ in ALL_KINDS]
+    states = [
+        SamplingState(params, [1, 2, 2, 5], output, (0,), 300)
+        for params, output in zip(ALL_KINDS, outputs, strict=True)
+    ]
+    steps = [
+        torch.stack([step_logits(params, step) for params in ALL_KINDS]).to("cuda", dtype)
+        for step in range(12)
+    ]
+    launched, last = [], None
+    sampler.launch(steps[0], states).wait()  # compiles kernels
+    for state in states:
+        state.num_sampled = 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step, logits in enumerate(steps):
+            unread = [step > 0] * len(states)
+            launched.append(sampler.launch(logits, states, None, unread, last))
+            last = launched[-1].token_ids
+            # The token before the last one is known on the host by now.
+            if step:
+                torch.cuda.set_sync_debug_mode("default")
+                known = launched[step - 1].wait().token_ids
+                torch.cuda.set_sync_debug_mode("error")
+                for output, token_id in zip(outputs, known, strict=True):
+                    output.append(token_id)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    final = launched[-1].wait()
+    again, expected = Sampler(0, device="cuda"), [[] for _ in ALL_KINDS]
+    states = [
+        SamplingState(params, [1, 2, 2, 5], output, (0,), 300)
+        for params, output in zip(ALL_KINDS, expected, strict=True)
+    ]
+    for logits in steps:
+        output = again.sample(logits, states)
+        for tokens, token_id in zip(expected, output.token_ids, strict=True):
+            tokens.append(token_id)
+    assert [[*o, t] for o, t in zip(outputs, final.token_ids, strict=True)] == expected
+    assert final.logprobs == output.logprobs

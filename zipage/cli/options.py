@@ -7,6 +7,7 @@ the three can't disagree.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -19,7 +20,9 @@ import typer
 from rich.markup import escape
 
 from zipage.config import EngineConfig
+from zipage.errors import shown
 from zipage.sampling_params import SamplingParams
+from zipage.structured_outputs import StructuredOutputsParams
 
 #: Sampling fields that a command line can't set, since engine options have their names: they
 #: are the defaults of all requests there, and can be set for one in a JSONL record.
@@ -210,6 +213,9 @@ def _option(name: str, hint: Any, default: Any, text: str, panel: str) -> Comman
         described["help"] += _says_default(default)
         info = typer.Option(f"{flag}/--no-{flag[2:]}", show_default=False, **described)
         return CommandOption(name, Annotated[bool | None, info], default)
+    if plain == [StructuredOutputsParams]:
+        info = typer.Option(flag, parser=_json_object, metavar="JSON", **described)
+        return CommandOption(name, Annotated[Any, info], default)
     if len(plain) < len(types_):
         kind = int if plain == [int] else float if plain == [float] else str
         metavar = {int: "INTEGER", float: "FLOAT", str: "TEXT"}[kind]
@@ -245,6 +251,14 @@ def _repeated_option(
         None,
         lambda given: list(given) if given else None,
     )
+
+
+def _json_object(text: str) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise typer.BadParameter(f"{shown(text)} is not a JSON object")
 
 
 def _holds_mapping(plain: Sequence[Any]) -> bool:

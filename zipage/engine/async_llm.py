@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -14,7 +15,7 @@ from zipage.config import EngineConfig
 from zipage.engine.client import EngineClient, OutputStream, wake
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.stats import EngineStats
-from zipage.errors import EngineDeadError
+from zipage.errors import EngineDeadError, ModelError, RequestError
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
 
@@ -76,6 +77,10 @@ class AsyncLLM(EngineClient):
     ) -> Callable[[], None]:
         loop = self._loop
         accepted = False
+        if getattr(params, "structured_outputs", None) is not None:
+            # On a thread of its own: the engine's goes on. What is refused is told by `submit`.
+            with contextlib.suppress(RequestError, ModelError):
+                await asyncio.to_thread(loop.engine.inputs.prepare, params)
 
         def submit() -> None:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -18,10 +19,14 @@ from zipage.engine.scheduler import Scheduler, SchedulerConfig, SwapMove
 from zipage.engine.sequence import SequenceState
 from zipage.engine.stats import EngineStats, StepStats
 from zipage.engine.steps import StepRunner, failed_update
+from zipage.errors import RequestError
+from zipage.execution.grammar import AnswerForm, GrammarCompiler
 from zipage.execution.model_runner import ModelRunner, current_device, resolve_device
 from zipage.execution.sampler import SamplingState
 from zipage.observe.trace import TraceRecorder
 from zipage.outputs import RequestMetrics
+from zipage.sampling_params import SamplingParams
+from zipage.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,9 @@ class EngineCore:
         self.scheduler.on_swap_dropped = lambda r: self.runner.swap.drop(r.request_id)
         asynchronous = config.compresses_beside(self.runner.device.type)
         self._asynchronous = asynchronous
+        model = self.runner.model_config
+        #: Whoever has loaded the tokenizer already puts a compiler with it in this one's place.
+        self.grammars = GrammarCompiler(self._load_tokenizer, model.vocab_size, model.eos_token_ids)
         self._executor = make_executor(self._compress, asynchronous, self.runner.device)
         self._stats = EngineStats()
         ahead = config.schedules_ahead(self.runner.device.type)
@@ -106,8 +114,8 @@ class EngineCore:
             output,
             runner.model_config.eos_token_ids,
             runner.model_config.vocab_size,
-            runner.device,
             index,
+            self._answer_form(params, output),
         )
         reads_prompt = (
             params.prompt_logprobs is not None and index == 0 and len(request.prompt_token_ids) > 1
@@ -130,6 +138,20 @@ class EngineCore:
             payload=SequenceState(params, sampling, request.stream, output),
             arrival_time=request.arrival_time,
         )
+
+    def _answer_form(self, params: SamplingParams, output: list[int]) -> AnswerForm | None:
+        form, model = params.structured_outputs, self.runner.model_config
+        if form is None:
+            return None
+        eos = [token_id for token_id in model.eos_token_ids if token_id < model.vocab_size]
+        ends = params.stop_token_id_set.union(() if params.ignore_eos else eos)
+        return AnswerForm(self.grammars.compile(form), form, output, ends, eos)
+
+    def _load_tokenizer(self) -> Any:
+        source = self.model_info().tokenizer
+        if source is None:
+            raise RequestError("structured_outputs needs a tokenizer")
+        return load_tokenizer(source, self.config.revision)
 
     def abort(self, sequence_id: str) -> RequestMetrics | None:
         """End an answer now; returns its metrics, None if it is unknown or has ended."""

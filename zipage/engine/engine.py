@@ -38,6 +38,7 @@ class LLMEngine:
         self.vocab_size = model.vocab_size
         self._accounts = RequestAccounts()
         self.inputs = InputProcessor(config, model, self._accounts)
+        self.core.grammars = self.inputs.grammars
         self.outputs = OutputProcessor(
             lambda: self.tokenizer, model.eos_token_ids, self._accounts, self._abort_sequence
         )

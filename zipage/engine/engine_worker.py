@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -95,12 +96,21 @@ class EngineWorker:
                     started = self._step_started
                     self._send(Pong(0.0 if started is None else time.perf_counter() - started))
                 else:
+                    if isinstance(message, Submit):
+                        self._prepare(message.request)
                     self._inbox.put(message)
         except EOFError:
             os._exit(0)
         except BaseException:
             logger.critical("the engine process cannot go on receiving", exc_info=True)
             os._exit(1)
+
+    def _prepare(self, request: EngineRequest) -> None:
+        """Compile what the answer must look like here, not between two steps."""
+        form = request.params.structured_outputs
+        if form is not None:
+            with contextlib.suppress(ZipageError):  # told by `_submit`
+                self._core.grammars.compile(form)
 
     def _carry_out(self) -> bool:
         """Carry out all messages, waiting for one when idle; False to stop."""

@@ -13,6 +13,7 @@ from zipage.config import EngineConfig
 from zipage.engine.accounts import RequestAccounts
 from zipage.engine.core_io import EngineRequest, ModelInfo
 from zipage.errors import ConfigError, ModelError, RequestError, shown
+from zipage.execution.grammar import GrammarCompiler
 from zipage.sampling_params import SamplingParams
 from zipage.tokenizer import encode_prompt, load_tokenizer
 
@@ -27,6 +28,9 @@ class InputProcessor:
         config: the engine's options.
         model: the engine's model.
         accounts: is told of requests that are refused.
+
+    Attributes:
+        grammars: forms of answers for this tokenizer.
     """
 
     def __init__(self, config: EngineConfig, model: ModelInfo, accounts: RequestAccounts) -> None:
@@ -36,6 +40,19 @@ class InputProcessor:
         self._ids = itertools.count()
         self._tokenizer: Any = None
         self._serial = itertools.count()
+        self.grammars = GrammarCompiler(
+            lambda: self.tokenizer, model.vocab_size, model.eos_token_ids
+        )
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what the answer must look like, so that checking the request need not. May be
+        called from any thread.
+
+        Raises:
+            RequestError: the form is not legal.
+        """
+        if params.structured_outputs is not None:
+            self.grammars.compile(params.structured_outputs)
 
     @property
     def tokenizer(self) -> Any:
@@ -121,6 +138,7 @@ class InputProcessor:
         if params.detokenize:
             _ = self.tokenizer  # without one refused here, not when its answer is decoded
         params.verify(self.model.vocab_size)
+        self.prepare(params)
         max_blocks = self._resolve_budget(params)
         max_tokens = self._resolve_max_tokens(params, len(token_ids), max_blocks)
         serial = next(self._serial)

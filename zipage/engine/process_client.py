@@ -103,7 +103,7 @@ class EngineProcessClient(EngineClient):
         front = self._front
         front.check_alive()
         make = front.inputs.process
-        if _is_long(prompt):
+        if _is_long(prompt) or getattr(params, "structured_outputs", None) is not None:
             request, text = await asyncio.to_thread(
                 make, prompt, params, name, priority, salt, stream=True
             )

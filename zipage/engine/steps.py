@@ -126,7 +126,8 @@ class StepRunner:
     def _launch(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
         """Queue the step, then read the tokens of the one before it."""
         sampling = [item.request for item in plan.scheduled if item.samples]
-        sample = self._try_launch(plan)
+        rows = {request.request_id: request.row for request in sampling}
+        sample = self._try_launch(plan, updates)
         if sample is None:
             self._settle(updates)
             self.drop_ended(plan)
@@ -134,7 +135,6 @@ class StepRunner:
                 self._execute(plan, updates)
             return
         owned = self._scheduler.pool.num_owned
-        rows = {request.request_id: request.row for request in sampling}
         try:
             self._settle(updates)
         except BaseException:
@@ -161,11 +161,11 @@ class StepRunner:
             pending.append((request, row, last))
         self._in_flight = _InFlight(sample, pending, rows)
 
-    def _try_launch(self, plan: StepPlan) -> LaunchedSample | None:
+    def _try_launch(self, plan: StepPlan, updates: list[TokenUpdate]) -> LaunchedSample | None:
         """Queue the step; None if that failed, without having changed anything: it is then run
         again with all tokens known, so that it can be cut."""
         try:
-            return self._runner.launch(plan)
+            return self._runner.launch(plan, lambda: self._settle(updates))
         except BaseException as error:
             _forget_draws(plan.scheduled)
             if not isinstance(error, Exception) or is_beyond_repair(error):
@@ -347,6 +347,12 @@ class StepRunner:
                 return
             if params.stop_token_ids and token in params.stop_token_ids:
                 update.finish_reason, update.stop_reason = "stop", token
+                return
+        form = request.payload.sampling.form
+        if form is not None:
+            form.advance()
+            if form.complete:
+                update.finish_reason = "stop"
                 return
         if generated >= request.max_tokens:
             update.finish_reason = "length"

@@ -14,6 +14,39 @@ _FIRST_CANDIDATES = 64
 _MORE_CANDIDATES = 16
 
 
+def draw_rows(
+    logits: torch.Tensor, peaks: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Draws for some rows, each as `draw` or `draw_filtered`.
+
+    Args:
+        logits: ``[R, V]``.
+        peaks: ``[Q]``, maxima of the rows where they belong.
+        table: ``[D, 7]`` float64, a line a draw: row of `logits`, index into `peaks` and `out`,
+            1 / temperature, uniform number, log(min_p) or -inf, top_k or V, top_p.
+        out: ``[Q]`` int64, receives the token ids; 0 where the maximum is not finite.
+    """
+    sources, into = table[:, 0].long(), table[:, 1].long()
+    top_k, top_p = table[:, 5].long(), table[:, 6]
+    usable = peaks[into].isfinite()
+    cut = (top_p < 1.0) | (top_k < logits.shape[1]) | ~table[:, 4].isneginf()
+    out.index_fill_(0, into, 0)
+    for filtered in (False, True):
+        part = (usable & (cut == filtered)).nonzero().squeeze(1)
+        if not len(part):
+            continue
+        rows = sources[part]
+        whole = len(rows) == len(logits) and bool((rows.diff() == 1).all())
+        source = (logits if whole else logits[rows]).float()
+        numbers = table[part].unbind(1)
+        options = (source, peaks[into[part]].float(), numbers[2].float(), numbers[3])
+        if filtered:
+            drawn = draw_filtered(*options, numbers[4].float(), top_k[part], top_p[part])
+        else:
+            drawn = draw(*options)
+        out.index_copy_(0, into[part], drawn)
+
+
 def draw(
     logits: torch.Tensor,
     peaks: torch.Tensor,

@@ -54,54 +54,64 @@ class PromptLogprobs:
     fault: str | None = None
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: list[int], wanted: list[int]
-) -> list[dict[int, Logprob]]:
-    """Log-probabilities of each row's token and of its `wanted` most likely ones.
+def describe_tokens(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
+    """Log-probabilities of each row's token and of its most likely ones, on the device.
 
-    Ranks follow probability, then token id. Of the most likely tokens those of probability zero
-    are left out.
+    Ranks follow probability, then token id.
 
     Args:
-        logits: ``[R, V]`` float32.
-        token_ids: R token ids; theirs is the first entry of each row.
-        wanted: R numbers from 0.
+        logits: ``[R, V]``.
+        token_ids: ``[R]`` int64.
+        top: most likely tokens, up to V.
+
+    Returns:
+        ``[R, 2 + 2 * top]`` float64: log-probability and rank of the token, then the `top` largest
+        log-probabilities, then their tokens.
     """
+    size = max(1, MAX_LOGITS // logits.shape[1])
+    parts = [
+        _describe(logits[start : start + size].float(), token_ids[start : start + size], top)
+        for start in range(0, len(logits), size)
+    ]
+    return torch.cat(parts)
+
+
+def _describe(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
     vocab_size = logits.shape[1]
     # On CUDA the order of a row's sum depends on where the row lies, unless it is aligned.
     aligned = F.pad(logits, (0, -vocab_size % 4), value=-math.inf) if logits.is_cuda else logits
-    logprobs = aligned.log_softmax(dim=-1)[:, :vocab_size]
-    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    logprobs = aligned.log_softmax(dim=-1)[:, :vocab_size] + 0.0  # no -0.0
+    chosen = token_ids.unsqueeze(1)
     value = logprobs.gather(1, chosen)
-    before = torch.arange(vocab_size, device=logits.device) < chosen
-    ranks = 1 + ((logprobs > value) | ((logprobs == value) & before)).sum(-1)
-    # One more than wanted shows whether the last one wanted is tied with others.
-    top = logprobs.topk(min(max(wanted) + 1, vocab_size), dim=-1)
+    ids = torch.arange(vocab_size, device=logits.device)
+    rank = 1 + ((logprobs > value) | ((logprobs == value) & (ids < chosen))).sum(-1, keepdim=True)
+    # The bits of a float as an integer of the same order, then the id: ties have an order too.
+    bits = logprobs.view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    best = (keys + (vocab_size - 1 - ids)).topk(top, dim=-1).values
+    tokens = vocab_size - 1 - (best & 0xFFFFFFFF)
+    return torch.cat((value, rank, logprobs.gather(1, tokens), tokens), dim=1).double()
+
+
+def read_descriptions(
+    rows: Sequence[Sequence[float]], token_ids: Sequence[int], wanted: Sequence[int]
+) -> list[dict[int, Logprob]]:
+    """Entries of what `describe_tokens` says.
+
+    Args:
+        rows: its result, on the host.
+        token_ids: R token ids; theirs is the first entry of each row.
+        wanted: R numbers of most likely tokens, at most `top`; those of probability zero are left
+            out.
+    """
     entries: list[dict[int, Logprob]] = []
-    for row, (token_id, own, rank, values, indices) in enumerate(
-        zip(
-            token_ids,
-            value.squeeze(1).tolist(),
-            ranks.tolist(),
-            top.values.tolist(),
-            top.indices.tolist(),
-            strict=True,
-        )
-    ):
-        count = min(wanted[row], vocab_size)
-        if 0 < count < len(values) and values[count - 1] == values[count]:
-            above = [pair for pair in zip(values, indices, strict=True) if pair[0] > values[count]]
-            tied = (logprobs[row] == top.values[row, count]).nonzero().squeeze(1)
-            pairs = above + [
-                (values[count], index) for index in tied[: count - len(above)].tolist()
-            ]
-        else:
-            pairs = list(zip(values[:count], indices[:count], strict=True))
-        pairs.sort(key=lambda pair: (-pair[0], pair[1]))
-        entry = {token_id: Logprob(own, rank)}
-        for position, (logprob, index) in enumerate(pairs, start=1):
-            if index != token_id and logprob > -math.inf:
-                entry[index] = Logprob(logprob, position)
+    for row, token_id, count in zip(rows, token_ids, wanted, strict=True):
+        top = len(row) // 2 - 1
+        entry = {token_id: Logprob(row[0], int(row[1]))}
+        for position in range(min(count, top)):
+            logprob, other = row[2 + position], int(row[2 + top + position])
+            if other != token_id and logprob > -math.inf:
+                entry[other] = Logprob(logprob, position + 1)
         entries.append(entry)
     return entries
 
@@ -149,7 +159,9 @@ def _entries(
     for start in range(0, len(rows), size):
         chunk = slice(start, start + size)
         logits = compute_logits(hidden[torch.tensor(rows[chunk], device=hidden.device)])
-        yield from token_logprobs(logits, token_ids[chunk], wanted[chunk])
+        tokens = torch.tensor(token_ids[chunk], device=hidden.device)
+        described = describe_tokens(logits, tokens, min(max(wanted[chunk]), vocab_size))
+        yield from read_descriptions(described.tolist(), token_ids[chunk], wanted[chunk])
 
 
 def _collect(part: PromptRows, entries: Iterator[dict[int, Logprob]]) -> PromptLogprobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from zipage.execution.memory import (
     resolve_dtype,
     weights_do_not_fit,
 )
-from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput
+from zipage.execution.sampler import LaunchedSample, Sampler, SamplerOutput, SamplingState
 from zipage.execution.swap import HostSwap
 from zipage.execution.transfer import to_device
 from zipage.execution.warm_up import measure
@@ -303,8 +303,9 @@ class ModelRunner:
         parts = _prompt_rows(plan.scheduled)
         single = not parts and all(item.num_tokens == 1 for item in plan.scheduled)
         if self.graphs is not None and single:
-            logits = self._decode(plan.scheduled, self.graphs).logits.float()
-            output = self._sample(plan.scheduled, logits)
+            decoded = self._decode(plan.scheduled, self.graphs)
+            best = decoded.peaks, decoded.token_ids
+            output = self.sampler.sample(decoded.logits, _states(plan.scheduled), best)
         else:
             step = self._build(plan.scheduled)
             hidden = self.model(step, self.backend)
@@ -312,39 +313,48 @@ class ModelRunner:
                 parts, hidden, self.model.compute_logits, self.model_config.vocab_size
             )
             rows = self._sampled_rows(plan.scheduled, step, hidden)
-            output = self._sample(plan.scheduled, self.model.compute_logits(rows))
+            logits = self.model.compute_logits(rows)
+            output = self.sampler.sample(logits, _states(plan.scheduled))
             output.prompt_logprobs = read
         self.forward_seconds += time.perf_counter() - started
         return output
 
     def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
         """Whether `launch` can run these: nothing of them must be known on the host at once."""
-        states = [item.request.payload.sampling for item in scheduled if item.samples]
-        return self.sampler.can_launch(states, self.model_config.vocab_size) and not any(
-            item.request.next_prompt_logits is not None for item in scheduled
-        )
+        return all(item.request.next_prompt_logits is None for item in scheduled)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedSample:
+    def launch(self, plan: StepPlan, read_tokens: Callable[[], object]) -> LaunchedSample:
         """Queue the work of a plan on the device; its tokens are read when it is done.
 
         A request whose last known token is `PENDING_TOKEN` takes the one that the launch before
         this one sampled for it.
+
+        Args:
+            plan: what to compute.
+            read_tokens: reads the tokens of the launch before this one. It is called once the
+                forward pass is queued, if the form of an answer decides about its next token: the
+                device works meanwhile, for all requests.
         """
         started = time.perf_counter()
         scheduled = plan.scheduled
-        sampling = [item.request for item in scheduled if item.samples]
-        states = [request.payload.sampling for request in sampling]
+        requests = [item.request for item in scheduled if item.samples]
+        rows = self._index([request.row for request in requests])
+        best = None
         if self.graphs is not None and all(item.num_tokens == 1 for item in scheduled):
             decoded = self._decode(scheduled, self.graphs)
-            best = decoded.peaks, decoded.token_ids
-            launched = self.sampler.launch(decoded.logits, states, best)
+            logits, best = decoded.logits, (decoded.peaks, decoded.token_ids)
         else:
             step = self._build(scheduled)
             hidden = self.model(step, self.backend)
             logits = self.model.compute_logits(self._sampled_rows(scheduled, step, hidden))
-            launched = self.sampler.launch(logits, states)
-        rows = self._index([request.row for request in sampling])
+        states = _states(scheduled)
+        unread = [request.token_ids[-1] == PENDING_TOKEN for request in requests]
+        if any(state.form and late for state, late in zip(states, unread, strict=True)):
+            read_tokens()
+            unread = [False] * len(requests)
+        last = self._last_tokens[rows] if any(unread) else None
+        launched = self.sampler.launch(logits, states, best, unread, last)
         self._last_tokens.index_copy_(0, rows, launched.token_ids)
         self.forward_seconds += time.perf_counter() - started
         return launched
@@ -378,12 +388,6 @@ class ModelRunner:
         ids, positions, lengths, capture, cache_lens, rows = columns
         slots = self._tables[rows, lengths // b].astype(np.int64) * b + lengths % b
         return DecodeBatch(ids, positions, slots, capture, cache_lens, rows)
-
-    def _sample(self, scheduled: Sequence[ScheduledTokens], logits: torch.Tensor) -> SamplerOutput:
-        states = [item.request.payload.sampling for item in scheduled if item.samples]
-        if not states:
-            return SamplerOutput(token_ids=[], logprobs=[], errors={})
-        return self.sampler.sample(logits, states)
 
     def _sampled_rows(
         self, scheduled: Sequence[ScheduledTokens], step: StepInputs, hidden: torch.Tensor
@@ -524,6 +528,10 @@ def _check_batch_invariant(
     raise ConfigError(
         f"batch_invariant=True does not run {model_config.architecture} on {device}: {reason}"
     )
+
+
+def _states(scheduled: Sequence[ScheduledTokens]) -> list[SamplingState]:
+    return [item.request.payload.sampling for item in scheduled if item.samples]
 
 
 def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:

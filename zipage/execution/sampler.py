@@ -1,7 +1,7 @@
 """Choosing the next token of every sequence of a batch.
 
-Order, as in vLLM: minimum length, bias, penalties; then temperature, min-p, top-k and top-p; then
-one draw. R rows, V token ids, all on the logits' device.
+Order, as in vLLM: minimum length, bias, penalties, prescribed form; then temperature, min-p, top-k
+and top-p; then one draw. R rows, V token ids, all on the logits' device.
 
 A draw inverts the cumulative distribution: one uniform number picks a token. Compared with
 ``argmax(p / Exp(1))`` it needs one random number for a row in place of V, and a seeded number can
@@ -10,17 +10,23 @@ come from a hash of (seed, count), equal on every device and free of generator s
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from zipage.execution.categorical import draw, draw_filtered
-from zipage.execution.logprobs import PromptLogprobs, token_logprobs
+from zipage.execution.categorical import draw_rows
+from zipage.execution.grammar import AnswerForm, allowed_bits
+from zipage.execution.logprobs import (
+    MAX_LOGITS,
+    PromptLogprobs,
+    describe_tokens,
+    read_descriptions,
+)
+from zipage.execution.penalties import TokenCounts, penalise
 from zipage.execution.transfer import to_device
 from zipage.outputs import Logprob
 from zipage.sampling_params import SamplingParams
@@ -39,11 +45,8 @@ class SamplingState:
         output_token_ids: tokens generated so far; kept by reference, the engine appends to it.
         eos_token_ids: end-of-sequence tokens of the model.
         vocab_size: V.
-        device: device of the logits.
         sample_index: which of the n completions; added to the seed.
-
-    Attributes:
-        plain: whether the token is the most likely one of the unchanged logits, always.
+        form: what the answer must look like, if that is prescribed.
     """
 
     def __init__(
@@ -53,47 +56,36 @@ class SamplingState:
         output_token_ids: list[int],
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
-        device: torch.device | str,
         sample_index: int = 0,
+        form: AnswerForm | None = None,
     ) -> None:
         self.params = params
+        self.form = form
         self.greedy = params.greedy
         self.num_sampled = len(output_token_ids)
-        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
-        if params.logit_bias:
-            self.bias = (
-                torch.tensor(list(params.logit_bias), device=device),
-                torch.tensor(list(params.logit_bias.values()), device=device, dtype=torch.float32),
-            )
-        self.ending_token_ids: torch.Tensor | None = None
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids = output_token_ids
+        self.ending_token_ids: list[int] = []
         if params.min_tokens:
             ending = params.stop_token_id_set.union(eos_token_ids)
-            self.ending_token_ids = torch.tensor(
-                sorted(token_id for token_id in ending if token_id < vocab_size),
-                device=device,
-                dtype=torch.int64,
-            )
-        self.seen: _SeenTokens | None = None
-        if params.has_penalties:
-            self.seen = _SeenTokens(prompt_token_ids, output_token_ids)
-        self.plain = (
-            self.greedy
-            and self.bias is None
-            and self.ending_token_ids is None
-            and self.seen is None
-            and params.logprobs is None
-        )
+            self.ending_token_ids = [token_id for token_id in ending if token_id < vocab_size]
         self._stream = None if params.seed is None else _mix(params.seed + sample_index)
 
     @property
     def below_min_tokens(self) -> bool:
         """Whether the next token must not end the sequence."""
-        return self.ending_token_ids is not None and self.num_sampled < self.params.min_tokens
+        return bool(self.ending_token_ids) and self.num_sampled < self.params.min_tokens
 
     @property
     def edits(self) -> bool:
         """Whether the next token's logits are changed before anything is chosen."""
-        return self.bias is not None or self.seen is not None or self.below_min_tokens
+        params = self.params
+        return (
+            self.form is not None
+            or bool(params.logit_bias)
+            or params.has_penalties
+            or self.below_min_tokens
+        )
 
     def uniform(self, generator: random.Random) -> float:
         """The number in [0, 1) that decides the next draw; unseeded ones are `generator`'s."""
@@ -125,15 +117,36 @@ class SamplerOutput:
 class LaunchedSample:
     """Tokens chosen on the device, on their way to the host.
 
+    Args:
+        token_ids: ``[R]`` int64.
+        peaks: ``[R]`` largest logit of each row.
+        described: rows whose log-probabilities are wanted.
+        wanted: for each of these, how many alternatives.
+        descriptions: what `describe_tokens` says of them.
+        faults: row to why its token is none, where the host knew before.
+
     Attributes:
         token_ids: ``[R]`` int64 on the device.
     """
 
-    def __init__(self, token_ids: torch.Tensor, peaks: torch.Tensor) -> None:
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        peaks: torch.Tensor,
+        described: Sequence[int] = (),
+        wanted: Sequence[int] = (),
+        descriptions: torch.Tensor | None = None,
+        faults: Mapping[int, str] | None = None,
+    ) -> None:
         self.token_ids = token_ids
+        self._faults = faults or {}
+        self._described, self._wanted = described, wanted
         self._event: torch.cuda.Event | None = None
         # Exact: fp64 holds every token id.
-        packed = torch.stack((token_ids.double(), peaks.double()))
+        parts = [token_ids.double(), peaks.double()]
+        if descriptions is not None:
+            parts.append(descriptions.flatten())
+        packed = torch.cat(parts)
         if token_ids.device.type == "cuda":
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._host.copy_(packed, non_blocking=True)
@@ -146,12 +159,26 @@ class LaunchedSample:
         """What was chosen, once the device has got there."""
         if self._event is not None:
             self._event.synchronize()
-        token_ids, peaks = self._host.tolist()
-        return _checked([int(token) for token in token_ids], peaks, [None] * len(token_ids))
+        count = len(self.token_ids)
+        token_ids = [int(token) for token in self._host[:count].tolist()]
+        peaks = self._host[count : 2 * count].tolist()
+        logprobs: list[dict[int, Logprob] | None] = [None] * count
+        if self._described:
+            rows = self._host[2 * count :].view(len(self._described), -1).tolist()
+            tokens = [token_ids[row] for row in self._described]
+            entries = read_descriptions(rows, tokens, self._wanted)
+            for row, entry in zip(self._described, entries, strict=True):
+                if math.isfinite(peaks[row]):
+                    logprobs[row] = entry
+        output = _checked(token_ids, peaks, logprobs)
+        for row, fault in self._faults.items():
+            output.token_ids[row] = -1
+            output.errors[row] = fault
+        return output
 
 
 class Sampler:
-    """Samples batches.
+    """Samples batches. On CUDA with Triton nothing here ever waits for the device.
 
     Args:
         seed: of the generator that all requests without a seed of their own draw from.
@@ -161,59 +188,28 @@ class Sampler:
     def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
         self._generator = random.Random(seed)
         self._device = torch.device(device)
+        self._counts: TokenCounts | None = None
+        self._draw_rows, self._penalise = draw_rows, penalise
+        if self._device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from zipage.kernels.triton import sampling
 
-    @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
-        """Chooses the next token of each row.
+            self._draw_rows, self._penalise = sampling.draw_rows, sampling.penalise
 
-        The result of a row depends on its own logits and state only (and, without a seed, on
-        the generator). A row whose logits are unusable gets an error, the others are not affected.
+    def warm_up(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Compiles the kernels for logits of a dtype, so that no request waits for it."""
+        params = SamplingParams(seed=0, detokenize=False)
+        state = SamplingState(params, [0], [], (), vocab_size)
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=self._device)
+        self.launch(logits, [state]).wait()
 
-        Args:
-            logits: ``[R, V]`` float32; not changed.
-            states: one a row.
-        """
-        if all(state.plain for state in states):
-            values, indices = logits.max(dim=-1)
-            return _checked(indices.tolist(), values.tolist(), [None] * len(states))
-        rows = [row for row, state in enumerate(states) if state.edits or not state.greedy]
-        if len(rows) < len(states):
-            values, indices = logits.max(dim=-1)
-            token_ids, peaks = indices.tolist(), values.tolist()
-        else:
-            token_ids, peaks = [0] * len(states), [0.0] * len(states)
-        if rows:
-            chosen = self._choose(logits, rows, [states[row] for row in rows])
-            for row, token_id, peak in zip(rows, *chosen, strict=True):
-                token_ids[row], peaks[row] = token_id, peak
-        logprobs: list[dict[int, Logprob] | None] = [None] * len(states)
-        rows = [
-            row
-            for row, state in enumerate(states)
-            if state.params.logprobs is not None and math.isfinite(peaks[row])
-        ]
-        if rows:
-            wanted = [states[row].params.logprobs or 0 for row in rows]
-            entries = token_logprobs(logits[rows], [token_ids[row] for row in rows], wanted)
-            for row, entry in zip(rows, entries, strict=True):
-                logprobs[row] = entry
-        # Last, so that a step that failed can be repeated with the same draws.
-        for state in states:
-            state.num_sampled += 1
-        return _checked(token_ids, peaks, logprobs)
-
-    @staticmethod
-    def can_launch(states: Sequence[SamplingState], vocab_size: int) -> bool:
-        """Whether `launch` can sample these: no edits, no log-probabilities, no cut draws."""
-        return all(
-            state.plain
-            or (
-                not state.edits
-                and state.params.logprobs is None
-                and (state.greedy or not _is_filtered(state.params, vocab_size))
-            )
-            for state in states
-        )
+    def sample(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState],
+        best: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> SamplerOutput:
+        """Chooses the next token of each row, and waits for it. See `launch`."""
+        return self.launch(logits, states, best).wait()
 
     @torch.inference_mode()
     def launch(
@@ -221,182 +217,154 @@ class Sampler:
         logits: torch.Tensor,
         states: Sequence[SamplingState],
         best: tuple[torch.Tensor, torch.Tensor] | None = None,
+        unread: Sequence[bool] | None = None,
+        last_tokens: torch.Tensor | None = None,
     ) -> LaunchedSample:
-        """Like `sample` where `can_launch`, without waiting for the device.
+        """Chooses the next token of each row on the device.
+
+        The result of a row depends on its own logits and state only (and, without a seed, on
+        the generator). A row whose logits are unusable gets an error, the others are not affected.
 
         Args:
             logits: ``[R, V]`` in any dtype; not changed.
             states: one a row.
             best: ``[R]`` largest logit of each row and its token, if they are known.
+            unread: for each row, whether its sequence's last token is known on the device alone;
+                None if none is.
+            last_tokens: ``[R]`` int64, where those are.
         """
-        peaks, token_ids = logits.max(dim=-1) if best is None else best
-        rows = [row for row, state in enumerate(states) if not state.greedy]
-        if rows:
-            table = torch.tensor(
-                [
-                    [1.0 / states[row].params.temperature for row in rows],
-                    [states[row].uniform(self._generator) for row in rows],
-                ],
-                dtype=torch.float64,
-            )
-            inverse_temperatures, uniforms = to_device(table, self._device)
-            temperatures = inverse_temperatures.float()
-            if len(rows) == len(states):
-                token_ids = draw(logits.float(), peaks.float(), temperatures, uniforms)
-            else:
-                index = to_device(torch.tensor(rows), self._device)
-                drawn = draw(logits[index].float(), peaks[index].float(), temperatures, uniforms)
-                token_ids = token_ids.index_copy(0, index, drawn)
-            # Unusable logits are reported later; until then the token must be one.
-            token_ids = token_ids.clamp(0, logits.shape[1] - 1)
-        launched = LaunchedSample(token_ids, peaks)
+        edited = [row for row, state in enumerate(states) if state.edits]
+        if edited and len(edited) == len(states):
+            best = None
+            changed = self._edit(logits, edited, states, unread, last_tokens)
+            peaks, token_ids = changed.max(dim=-1)
+        else:
+            peaks, token_ids = logits.max(dim=-1) if best is None else best
+            changed = logits
+            if edited:
+                changed = self._edit(logits, edited, states, unread, last_tokens)
+                index = self._upload(edited)
+                values, indices = changed.max(dim=-1)
+                peaks = peaks.float().index_copy(0, index, values)
+                token_ids = token_ids.index_copy(0, index, indices)
+        drawn = [row for row, state in enumerate(states) if not state.greedy]
+        if drawn:
+            if best is not None and not edited:
+                token_ids = token_ids.clone()
+            self._draw(logits, changed, edited, drawn, states, peaks.float(), token_ids)
+        described = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        wanted = [states[row].params.logprobs or 0 for row in described]
+        descriptions = None
+        if described:
+            some, tokens = logits, token_ids
+            if len(described) < len(states):
+                index = self._upload(described)
+                some, tokens = logits[index], token_ids[index]
+            descriptions = describe_tokens(some, tokens, min(max(wanted), logits.shape[1]))
+        forms = {row: states[row].form for row in edited}
+        faults = {row: form.fault for row, form in forms.items() if form and form.fault}
+        launched = LaunchedSample(token_ids, peaks, described, wanted, descriptions, faults)
+        # Last, so that a step that failed can be repeated with the same draws.
         for state in states:
             state.num_sampled += 1
         return launched
 
-    def _choose(
-        self, logits: torch.Tensor, rows: list[int], states: list[SamplingState]
-    ) -> tuple[list[int], list[float]]:
-        """Token and largest logit of rows that are drawn or have edited logits."""
-        edited = [index for index, state in enumerate(states) if state.edits]
-        if len(rows) < len(logits):
-            logits = logits[rows]
-        elif edited:
-            logits = logits.clone()
-        if edited:
-            _edit(logits, states)
-        values, indices = logits.max(dim=-1)
-        token_ids, peaks = indices.tolist(), values.tolist()
-        drawn = [
-            index
-            for index, state in enumerate(states)
-            if not state.greedy and math.isfinite(peaks[index])
-        ]
-        vocab_size = logits.shape[1]
-        for filtered in (False, True):
-            part = [i for i in drawn if _is_filtered(states[i].params, vocab_size) is filtered]
-            if not part:
-                continue
-            every = len(part) == len(logits)
-            picked = self._draw(
-                logits if every else logits[part],
-                values if every else values[part],
-                [states[index] for index in part],
-                filtered,
-            )
-            for index, token_id in zip(part, picked, strict=True):
-                token_ids[index] = token_id
-        return token_ids, peaks
-
     def _draw(
         self,
         logits: torch.Tensor,
+        changed: torch.Tensor,
+        edited: Sequence[int],
+        drawn: Sequence[int],
+        states: Sequence[SamplingState],
         peaks: torch.Tensor,
-        states: list[SamplingState],
-        filtered: bool,
-    ) -> list[int]:
-        params = [state.params for state in states]
+        token_ids: torch.Tensor,
+    ) -> None:
+        """Replaces the tokens of some rows by draws from `logits`, or from their `changed` ones."""
         vocab_size = logits.shape[1]
-        # One transfer for all numbers; fp64 holds every one of them exactly enough.
-        table = torch.tensor(
-            [
-                [1.0 / p.temperature for p in params],
-                [state.uniform(self._generator) for state in states],
-                [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params],
-                [float(min(p.top_k or vocab_size, vocab_size)) for p in params],
-                [p.top_p for p in params],
-            ],
-            dtype=torch.float64,
-        ).to(self._device)
-        inverse_temperatures, uniforms = table[0].float(), table[1]
-        if filtered:
-            picked = draw_filtered(
-                logits,
-                peaks,
-                inverse_temperatures,
-                uniforms,
-                log_min_p=table[2].float(),
-                top_k=table[3].long(),
-                top_p=table[4],
+        place = {row: index for index, row in enumerate(edited)}
+        tables: tuple[list[list[float]], list[list[float]]] = ([], [])
+        for row in drawn:
+            params = states[row].params
+            tables[row in place].append(
+                [
+                    place.get(row, row),
+                    row,
+                    1.0 / params.temperature,
+                    states[row].uniform(self._generator),
+                    math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+                    min(params.top_k or vocab_size, vocab_size),
+                    params.top_p,
+                ]
             )
-        else:
-            picked = draw(logits, peaks, inverse_temperatures, uniforms)
-        token_ids: list[int] = picked.tolist()
-        return token_ids
+        for source, table in zip((logits, changed), tables, strict=True):
+            if table:
+                numbers = to_device(torch.tensor(table, dtype=torch.float64), self._device)
+                self._draw_rows(source, peaks, numbers, token_ids)
 
+    def _edit(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        states: Sequence[SamplingState],
+        unread: Sequence[bool] | None,
+        last_tokens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A copy of rows of the logits in fp32 with biases, penalties and what is not allowed."""
+        vocab_size = logits.shape[1]
+        changed = logits[self._upload(rows)].float()
+        masked: list[int] = []
+        biased: list[int] = []
+        amounts: list[float] = []
+        penalised: list[int] = []
+        for index, row in enumerate(rows):
+            state, start = states[row], index * vocab_size
+            if state.below_min_tokens:
+                masked += [start + token_id for token_id in state.ending_token_ids]
+            if state.params.logit_bias:
+                biased += [start + token_id for token_id in state.params.logit_bias]
+                amounts += state.params.logit_bias.values()
+            if state.params.has_penalties:
+                penalised.append(index)
+        flat = changed.view(-1)
+        if masked:
+            flat.index_fill_(0, self._upload(masked), -torch.inf)
+        if biased:
+            added = to_device(torch.tensor(amounts, dtype=torch.float32), self._device)
+            flat.index_add_(0, self._upload(biased), added)
+        if penalised:
+            if self._counts is None:
+                self._counts = TokenCounts(vocab_size, self._device)
+            chosen = [rows[index] for index in penalised]
+            seen_by = [states[row] for row in chosen]
+            pending = [unread is not None and unread[row] for row in chosen]
+            last = None if last_tokens is None else last_tokens[self._upload(chosen)]
+            slots = self._counts.update(seen_by, pending, last)
+            table = [
+                [index, slot, p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
+                for index, slot, p in zip(
+                    penalised, slots, (s.params for s in seen_by), strict=True
+                )
+            ]
+            numbers = to_device(torch.tensor(table, dtype=torch.float64), self._device)
+            self._penalise(changed, self._counts.counts, numbers)
+        formed = [(index, form) for index, row in enumerate(rows) if (form := states[row].form)]
+        size = max(1, MAX_LOGITS // vocab_size)
+        for start in range(0, len(formed), size):
+            self._mask(changed, formed[start : start + size])
+        return changed
 
-class _SeenTokens:
-    """The distinct tokens of a prompt and its growing output, with their counts in the output."""
+    def _mask(self, changed: torch.Tensor, formed: Sequence[tuple[int, AnswerForm]]) -> None:
+        """Bars what the form of an answer does not allow, in place."""
+        vocab_size = changed.shape[1]
+        bits = torch.from_numpy(allowed_bits([form for _, form in formed], vocab_size))
+        places = self._upload([index for index, _ in formed])
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        words = to_device(bits, self._device).unsqueeze(2)
+        barred = (((words >> shifts) & 1) == 0).view(len(formed), -1)[:, :vocab_size]
+        changed.index_copy_(0, places, changed[places].masked_fill(barred, -torch.inf))
 
-    def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: list[int]) -> None:
-        self._output_token_ids = output_token_ids
-        self._read = 0
-        self._token_ids = np.unique(np.array(prompt_token_ids, dtype=np.int64))
-        self._counts = np.zeros(len(self._token_ids), dtype=np.float32)
-        self._size = len(self._token_ids)
-        self._index = {token_id: index for index, token_id in enumerate(self._token_ids.tolist())}
-
-    def read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids, and how often each is in the output; valid until the next call."""
-        for token_id in self._output_token_ids[self._read :]:
-            index = self._index.get(token_id)
-            if index is None:
-                index = self._add(token_id)
-            self._counts[index] += 1.0
-        self._read = len(self._output_token_ids)
-        return self._token_ids[: self._size], self._counts[: self._size]
-
-    def _add(self, token_id: int) -> int:
-        if self._size == len(self._token_ids):
-            capacity = max(64, 2 * self._size)
-            self._token_ids = np.resize(self._token_ids, capacity)
-            self._counts = np.concatenate(
-                (self._counts, np.zeros(capacity - self._size, dtype=np.float32))
-            )
-        index = self._index[token_id] = self._size
-        self._token_ids[index] = token_id
-        self._size += 1
-        return index
-
-
-def _edit(logits: torch.Tensor, states: list[SamplingState]) -> None:
-    """Applies minimum lengths, biases and penalties to ``[R, V]`` logits in place."""
-    for row, state in enumerate(states):
-        if state.below_min_tokens and state.ending_token_ids is not None:
-            logits[row].index_fill_(0, state.ending_token_ids, -torch.inf)
-        if state.bias is not None:
-            logits[row].index_add_(0, *state.bias)
-    _penalise(logits, [(row, s) for row, s in enumerate(states) if s.seen is not None])
-
-
-def _penalise(logits: torch.Tensor, rows: list[tuple[int, SamplingState]]) -> None:
-    """Applies penalties; only the tokens seen are touched, all rows at once."""
-    if not rows:
-        return
-    cells, counts, options, sizes = [], [], [], []
-    for row, state in rows:
-        assert state.seen is not None
-        token_ids, count = state.seen.read()
-        params = state.params
-        cells.append(token_ids + row * logits.shape[1])
-        counts.append(count)
-        sizes.append(len(token_ids))
-        options.append(
-            (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        )
-    device = logits.device
-    cell = torch.from_numpy(np.concatenate(cells)).to(device)
-    times = torch.from_numpy(np.concatenate(counts)).to(device)
-    spread = np.repeat(np.array(options, dtype=np.float32), sizes, axis=0)
-    repetition, frequency, presence = torch.from_numpy(spread).to(device).unbind(1)
-    flat = logits.view(-1)
-    values = flat[cell]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    flat[cell] = values - frequency * times - presence * (times > 0)
-
-
-def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
-    return params.top_p < 1.0 or 0 < params.top_k < vocab_size or params.min_p > 0.0
+    def _upload(self, values: Sequence[int]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
 
 def _checked(

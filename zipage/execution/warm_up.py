@@ -35,7 +35,7 @@ _BLOCKS = 2
 #: Products of few rows are compiled for the next power of two.
 _FEW_ROWS = (4, 20, 36)
 
-# Everything that costs memory. So flat a distribution is cut by top-p only after a sort of it all.
+# Everything that costs memory. Of so flat a distribution top-p keeps almost all.
 _COSTLY = SamplingParams(
     temperature=1e4,
     top_p=1 - 1e-9,
@@ -141,6 +141,7 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
 
 def _run_steps(runner: ModelRunner) -> None:
     runner.use_cache()
+    runner.sampler.warm_up(runner.model_config.vocab_size, runner.model.dtype)
     steps = trial_steps(runner.config, runner.max_model_len)
     for step in steps:
         runner.execute(_plan(runner, step, [_COSTLY]))
@@ -148,7 +149,7 @@ def _run_steps(runner: ModelRunner) -> None:
         for params in ([_COSTLY], [_FILTERED], [_DRAWN], [_DRAWN, _GREEDY]):
             plan = _plan(runner, steps[0], params)
             if runner.can_launch(plan.scheduled):
-                runner.launch(plan).wait()
+                runner.launch(plan, lambda: None).wait()
 
 
 def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) -> StepPlan:
@@ -159,9 +160,7 @@ def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) ->
         end, ours = start + tokens, params[row % len(params)]
         # As many logits of the prompt as exist at once.
         wanted = max(start, end - 2 - MAX_LOGITS // runner.model_config.vocab_size)
-        sampling = SamplingState(
-            ours, [0] * end, [], (), runner.model_config.vocab_size, runner.device
-        )
+        sampling = SamplingState(ours, [0] * end, [], (), runner.model_config.vocab_size)
         request = Request(
             f"warm-up-{row}",
             [0] * end,

@@ -1,0 +1,273 @@
+"""Answers of a given form: which tokens may come next, by llguidance's parser.
+
+The parser runs on the host: it has to see a token before it can say what may follow. V token ids.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zipage.engine.token_pieces import TokenPieces, special_token_ids, token_pieces
+from zipage.errors import RequestError
+from zipage.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+#: Compiled grammars, and refusals, that are kept for the next request.
+_MAX_CACHED = 128
+
+
+class GrammarCompiler:
+    """Compiles forms for one tokenizer. May be used by several threads at once.
+
+    Args:
+        tokenizer: gives the Hugging Face tokenizer; called when the first grammar comes.
+        vocab_size: V.
+        eos_token_ids: end-of-sequence tokens of the model.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], Any], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._table: Any = None
+        self._cache: OrderedDict[tuple[str, str, bool], LLMatcher | RequestError] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, form: StructuredOutputsParams) -> LLMatcher:
+        """A parser at the beginning of an answer; not to be moved, but to be copied.
+
+        Takes milliseconds as a rule (the first call also reads the vocabulary), and is bounded:
+        the parser refuses grammars that are too large.
+
+        Raises:
+            RequestError: the form is not legal, no token can begin such an answer, llguidance is
+                not installed or does not know the tokenizer.
+        """
+        key = (form.kind, form.text, form.disable_any_whitespace)
+        with self._lock:
+            found = self._cache.get(key)
+            if found is None:
+                try:
+                    found = self._compile(form)
+                except RequestError as error:
+                    found = error
+                self._cache[key] = found
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+            else:
+                self._cache.move_to_end(key)
+        if isinstance(found, RequestError):
+            raise RequestError(str(found))
+        return found
+
+    def _compile(self, form: StructuredOutputsParams) -> LLMatcher:
+        try:
+            llguidance: Any = importlib.import_module("llguidance")
+        except ImportError as error:
+            raise RequestError(
+                "structured_outputs needs the package llguidance: pip install 'zipage[structured]'"
+            ) from error
+        if self._table is None:
+            self._table = self._make_table(llguidance)
+        try:
+            grammar = _grammar(llguidance, form)
+        except ValueError as error:
+            raise _refusal(form, str(error)) from None
+        matcher = llguidance.LLMatcher(self._table, grammar, log_level=0)
+        if matcher.is_error():
+            raise _refusal(form, _cause(matcher))
+        bits = allowed_tokens([matcher], self._vocab_size)
+        if matcher.is_error():
+            raise _refusal(form, _cause(matcher))
+        if not _any_token(bits[0], self._vocab_size):
+            accepts = matcher.is_accepting()
+            reason = "only the empty text has it" if accepts else "no token can begin it"
+            raise _refusal(form, reason)
+        parser: LLMatcher = matcher
+        return parser
+
+    def _make_table(self, llguidance: Any) -> Any:
+        tokenizer = self._tokenizer()
+        pieces = token_pieces(tokenizer, skip_special_tokens=False)
+        if pieces is None:
+            raise RequestError(
+                "structured_outputs is not available: the texts of this model's tokenizer are not "
+                "made of one piece for each token"
+            )
+        special = special_token_ids(tokenizer).union(self._eos_token_ids)
+        vocabulary = _Vocabulary(pieces, special, self._vocab_size)
+        # What ends an answer is decided here, not by the parser: its end token is none of ours.
+        end = self._vocab_size
+        return llguidance.LLTokenizer(vocabulary, n_vocab=end + 1, eos_token=end)
+
+
+def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
+    """The form as a grammar in Lark's notation."""
+    if form.kind in ("json", "json_object"):
+        options = {"whitespace_flexible": not form.disable_any_whitespace}
+        schema = json.loads(llguidance.LLMatcher.grammar_from_json_schema(form.text, options))
+        lark = f"start: %json {json.dumps(schema['grammars'][0]['json_schema'])}"
+    elif form.kind == "regex":
+        made = json.loads(llguidance.LLMatcher.grammar_from_regex(form.regex))
+        lark = made["grammars"][0]["lark_grammar"]
+    elif form.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
+        lark = f"start: {choices}"
+    else:
+        lark = llguidance.grammar_from("grammar", form.grammar)
+    # Otherwise text with one continuation is tokenised anew, which needs a tokenizer that gives
+    # the same tokens for a text in the middle of another.
+    header = re.search(r"^%llguidance\s+(\{.*\})\s*$", lark, re.MULTILINE)
+    if header is None:
+        return f'%llguidance {{"no_forcing": true}}\n{lark}'
+    merged = json.dumps({**json.loads(header[1]), "no_forcing": True})
+    return lark[: header.start(1)] + merged + lark[header.end(1) :]
+
+
+class _Vocabulary:
+    """The tokens' bytes, in the form llguidance asks for."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, pieces: TokenPieces, special: Collection[int], vocab_size: int) -> None:
+        self.tokens = [pieces[token_id] for token_id in range(vocab_size)] + [b""]
+        self.eos_token_id = vocab_size
+        self.special_token_ids = sorted({*special, vocab_size})
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens of a text; not asked for without forcing."""
+        return []
+
+
+class AnswerForm:
+    """The form of one answer, and how far it has got. It follows the answer's tokens.
+
+    End-of-sequence and stop tokens are no part of the form: they are possible where the form is
+    satisfied, and nowhere else.
+
+    Args:
+        matcher: a compiled form.
+        form: what it was compiled from.
+        output_token_ids: tokens generated so far; kept by reference, the engine appends to it.
+        end_token_ids: tokens that end the answer.
+        barred_token_ids: end-of-sequence tokens that do not (``ignore_eos``).
+
+    Attributes:
+        fault: why no further token can be chosen; None while there is nothing wrong.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        form: StructuredOutputsParams,
+        output_token_ids: Sequence[int],
+        end_token_ids: Collection[int],
+        barred_token_ids: Collection[int] = (),
+    ) -> None:
+        self.matcher = matcher.deep_copy()
+        self.fault: str | None = None
+        self._output = output_token_ids
+        self._read = 0
+        self._ends = np.array(sorted(end_token_ids), dtype=np.int64)
+        self._never = np.array(sorted({*barred_token_ids, *end_token_ids}), dtype=np.int64)
+        self._reasoning_end = list(form.reasoning_end_token_ids or ())
+        self._reasons = bool(self._reasoning_end)
+        self._end_set = frozenset(end_token_ids)
+
+    def advance(self) -> None:
+        """Takes in the tokens that were generated since the last call."""
+        while self._read < len(self._output) and self.fault is None:
+            token_id = self._output[self._read]
+            self._read += 1
+            if self._reasons:
+                start = max(0, self._read - len(self._reasoning_end))
+                self._reasons = self._output[start : self._read] != self._reasoning_end
+            elif token_id not in self._end_set and not self.matcher.consume_token(token_id):
+                self.fault = f"structured_outputs: {_cause(self.matcher)}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can be added."""
+        return not self._reasons and self.fault is None and self.matcher.is_stopped()
+
+    @property
+    def parses(self) -> bool:
+        """Whether the parser decides what comes next."""
+        return not self._reasons and self.fault is None and not self.matcher.is_stopped()
+
+    def finish_bits(self, bits: npt.NDArray[np.int32], vocab_size: int) -> None:
+        """Brings a row of `allowed_tokens` in line with what ends the answer."""
+        if self.complete or self.fault is not None:
+            bits[:] = -1  # the answer has ended: nobody reads its next token
+            return
+        if self.parses and self.matcher.is_error():
+            self.fault = f"structured_outputs: {_cause(self.matcher)}"
+            bits[:] = -1
+            return
+        _set_bits(bits, self._never, False)
+        if self.parses and self.matcher.is_accepting():
+            _set_bits(bits, self._ends, True)
+        if not _any_token(bits, vocab_size):
+            self.fault = "structured_outputs: no token of the vocabulary can continue the answer"
+            bits[:] = -1
+
+
+def allowed_tokens(matchers: Sequence[LLMatcher], vocab_size: int) -> npt.NDArray[np.int32]:
+    """What the parsers allow next: ``[R, W]``, bit ``v % 32`` of word ``v // 32`` for token v."""
+    from llguidance.numpy import fill_next_token_bitmask
+
+    bits = np.full((len(matchers), vocab_size // 32 + 1), -1, dtype=np.int32)
+    for row, matcher in enumerate(matchers):
+        fill_next_token_bitmask(matcher, bits, row)
+    return bits
+
+
+def allowed_bits(forms: Sequence[AnswerForm], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Tokens that may come next in each answer, as `allowed_tokens` packs them."""
+    bits = np.full((len(forms), vocab_size // 32 + 1), -1, dtype=np.int32)
+    for form in forms:
+        form.advance()
+    parsing = [row for row, form in enumerate(forms) if form.parses]
+    if parsing:
+        bits[parsing] = allowed_tokens([forms[row].matcher for row in parsing], vocab_size)
+    for form, row in zip(forms, bits, strict=True):
+        form.finish_bits(row, vocab_size)
+    return bits
+
+
+def _set_bits(bits: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], value: bool) -> None:
+    words = bits.view(np.uint32)
+    flags = np.left_shift(1, ids & 31).astype(np.uint32)
+    if value:
+        np.bitwise_or.at(words, ids >> 5, flags)
+    else:
+        np.bitwise_and.at(words, ids >> 5, ~flags)
+
+
+def _any_token(bits: npt.NDArray[np.int32], vocab_size: int) -> bool:
+    """Whether any token but the parser's own end is allowed."""
+    last = int(bits[-1]) & ((1 << vocab_size % 32) - 1)
+    return bool(last) or bool(bits[:-1].any())
+
+
+def _cause(matcher: LLMatcher) -> str:
+    message: str = matcher.get_error().split("\n<state>")[0].strip()
+    return "no token can go on with it" if message.startswith("NoExtension") else message
+
+
+def _refusal(form: StructuredOutputsParams, reason: str) -> RequestError:
+    return RequestError(f"structured_outputs.{form.kind} is not legal: {reason}")
