@@ -13,6 +13,6 @@ def encode_numbers(x, out, scale, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def decode_bytes(codes, out, WIDE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr):
+def decode_bytes(codes, out, WIDE: tl.constexpr, TILE: tl.constexpr):
     i = tl.arange(0, TILE)
-    tl.store(out + i, from_fp8(tl.load(codes + i), WIDE, AT_ONCE))
+    tl.store(out + i, from_fp8(tl.load(codes + i), WIDE))

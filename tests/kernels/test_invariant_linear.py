@@ -67,13 +67,15 @@ def test_against_float64(device: str) -> None:
         put: dict[str, Any] = {"device": device, "dtype": dtype}
         x, weight, bias = randn(70, inputs, **put), randn(*shape, **put), randn(outputs, **put)
         exact = x.double() @ weight.double().t()
-        assert relative_error(linear(x, weight), exact) < TOLERANCE[dtype]
+        # The rounding errors of a long sum in fp32 grow with the square root of its length.
+        tolerance = max(TOLERANCE[dtype], 6e-8 * inputs**0.5)
+        assert relative_error(linear(x, weight), exact) < tolerance
         biased = linear(x, weight, bias)
-        assert relative_error(biased, exact + bias.double()) < TOLERANCE[dtype]
+        assert relative_error(biased, exact + bias.double()) < tolerance
         out = randn(70, outputs, **put)
         expected = exact + bias.double() + out.double()
         assert linear(x, weight, bias, out=out, add=True) is out
-        assert relative_error(out, expected) < TOLERANCE[dtype]
+        assert relative_error(out, expected) < tolerance
         assert linear(x[:0], weight).shape == (0, outputs)
 
 

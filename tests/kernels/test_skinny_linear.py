@@ -10,7 +10,14 @@ pytest.importorskip("triton")
 
 from tests.attention.paged import relative_error
 from zipage.kernels.triton.elementwise import add_rms_norm
-from zipage.kernels.triton.skinny_linear import num_splits, skinny_linear
+from zipage.kernels.triton.quantise import SkinnyProducts
+from zipage.kernels.triton.skinny_linear import (
+    SkinnyPlan,
+    plan_skinny,
+    scaled_skinny_linear,
+    skinny_linear,
+)
+from zipage.models.fp8 import FP8, Fp8Rows, quantise
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = [
@@ -27,10 +34,34 @@ def test_parts_sum_to_the_product(rows: int, splits: int, dtype: torch.dtype, de
         pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
     x = torch.randn(rows, 512, dtype=dtype, device=device)
     weight = torch.randn(128, 512, dtype=dtype, device=device)
-    parts = skinny_linear(x, weight, splits)
+    parts = skinny_linear(x, weight, SkinnyPlan(splits, 128, 3))
     assert parts.shape == (splits, rows, 128) and parts.dtype == torch.float32
     expected = x.double() @ weight.double().T
     assert relative_error(parts.double().sum(0), expected) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (5, 2), (100, 2)])
+def test_fp8_parts_sum_to_the_product(rows: int, splits: int, device: str) -> None:
+    x = quantise(torch.randn(rows, 512, device=device) * 3)
+    weight = quantise(torch.randn(128, 512, device=device))
+    scale = weight.scales[:, 0].contiguous()
+    expected = (x.values.double() * x.scales) @ (weight.values.double() * weight.scales).T
+    plan = SkinnyPlan(splits, 256, 4)
+    parts = scaled_skinny_linear(x, weight.values, scale, plan, torch.float32)
+    assert parts.shape == (splits, rows, 128)
+    # The matrix units of Hopper keep 14 bits of the sums of 128 products.
+    assert relative_error(parts.double().sum(0), expected) < (1e-6 if device == "cpu" else 1e-3)
+    products = SkinnyProducts(132)
+    whole = products.product(x, weight.values, scale, torch.float16)
+    assert whole is not None and whole.dtype == torch.float16
+    assert relative_error(whole, expected) < 1e-3
+    summed = products.parts(x, weight.values, scale)
+    assert summed is not None and relative_error(summed.double().sum(0), expected) < 1e-3
+    assert (
+        products.parts(Fp8Rows(x.values[:1].expand(129, -1), x.scales), weight.values, scale)
+        is None
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -48,12 +79,18 @@ def test_norm_sums_the_parts_first(width: int, device: str) -> None:
 
 def test_splits_fill_the_device() -> None:
     """Enough programs where the shape allows it, always whole steps, else the library."""
-    square = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    assert num_splits(48, square, 198) == 4
-    assert num_splits(65, square, 198) is None
-    wide = torch.empty(24576, 4096, dtype=torch.bfloat16, device="meta")
-    assert num_splits(48, wide, 198) == 1
-    assert num_splits(1, torch.empty(1024, 384, dtype=torch.float16, device="meta"), 198) == 1
-    for n, k in [(4096, 4000), (100, 4096)]:
-        assert num_splits(8, torch.empty(n, k, dtype=torch.bfloat16, device="meta"), 198) is None
-    assert num_splits(8, torch.empty(64, 128, device="meta"), 198) is None
+
+    def splits(rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
+        plan = plan_skinny(rows, torch.empty(n, k, dtype=dtype, device="meta"), 132)
+        assert plan is None or k % (plan.splits * plan.step) == 0
+        return plan and plan.splits
+
+    assert splits(48, 4096, 4096) == 4
+    assert splits(65, 4096, 4096) is None
+    assert splits(48, 24576, 4096) == 1
+    assert splits(1, 1024, 384, torch.float16) == 1
+    assert splits(8, 4096, 4000) is None and splits(8, 100, 4096) is None
+    assert splits(8, 64, 128, torch.float32) is None
+    assert splits(96, 4096, 12288, FP8) == 2 and splits(96, 6144, 4096, FP8) == 1
+    assert splits(96, 24576, 4096, FP8) == 1 and splits(129, 4096, 4096, FP8) is None
+    assert splits(8, 4096, 128, FP8) is None

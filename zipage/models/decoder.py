@@ -194,11 +194,7 @@ class _FusedLayer:
         from zipage.kernels.triton import elementwise, skinny_linear
 
         self._elementwise, self._skinny = elementwise, skinny_linear
-        # One and a half programs for each multiprocessor hide most of a program's start and end.
-        self._programs = 1
-        if device.type == "cuda":
-            count: int = torch.cuda.get_device_properties(device).multi_processor_count
-            self._programs = 3 * count // 2
+        self._processors = _num_multiprocessors(device)
         self._linear: Linear = F.linear
         self._unsummed: torch.Tensor | None = None
 
@@ -240,11 +236,11 @@ class _FusedLayer:
         if bias is not None or layer.all_reduce is not None:
             layer._add_reduced(x, F.linear(h, weight, bias))
             return
-        splits = self._skinny.num_splits(len(h), weight, self._programs)
-        if splits is None:
+        plan = self._skinny.plan_skinny(len(h), weight, self._processors)
+        if plan is None:
             x.addmm_(h, weight.t())
         else:
-            self._unsummed = self._skinny.skinny_linear(h, weight, splits)
+            self._unsummed = self._skinny.skinny_linear(h, weight, plan)
 
 
 class _InvariantLayer(_FusedLayer):
@@ -397,10 +393,13 @@ class Decoder(WeightHolder):
             self._invariant_head = linear
         if self._fp8 is not None:
             from zipage.kernels.triton.linear import scaled_linear
-            from zipage.kernels.triton.quantise import TritonElementwise
+            from zipage.kernels.triton.quantise import SkinnyProducts, TritonElementwise
 
-            product = scaled_linear if batch_invariant else scaled_product
-            self._fp8 = Fp8Path(TritonElementwise(), product)
+            if batch_invariant:
+                self._fp8 = Fp8Path(TritonElementwise(), scaled_linear)
+            else:
+                small = SkinnyProducts(_num_multiprocessors(self.device))
+                self._fp8 = Fp8Path(TritonElementwise(), scaled_product, small)
             return
         fused = (_InvariantLayer if batch_invariant else _FusedLayer)(self.device)
         for layer in self.decoder_layers:
@@ -461,6 +460,13 @@ class Decoder(WeightHolder):
             hidden = F.pad(hidden, (0, 0, 0, padding))
         logits = F.linear(hidden, self.head_weight)[:rows]
         return logits if out is None else out.copy_(logits)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # under Triton's interpreter
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _check_split(config: ModelConfig, tp_size: int) -> None:

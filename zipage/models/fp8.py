@@ -83,7 +83,10 @@ class Elementwise(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta` to `x` in place, both ``[M, K]``; the RMSNorm of the sum, rounded once."""
+        """Add `delta` to `x` in place, both ``[M, K]``; the RMSNorm of the sum, rounded once.
+
+        `delta` may be ``[S, M, K]``, parts that are summed first, if the products give such.
+        """
 
     def quantise_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -92,6 +95,18 @@ class Elementwise(Protocol):
 
     def quantise_silu_mul(self, gate_up: torch.Tensor) -> Fp8Rows:
         """``silu(gate) * up`` of ``[M, 2 K]``, gates first, in fp8."""
+
+
+class SmallProducts(Protocol):
+    """Products of few rows, where another way than `Product` is faster."""
+
+    def product(
+        self, x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """``[M, N]`` in `dtype`; None if there are too many rows or the shape does not fit."""
+
+    def parts(self, x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+        """``[S, M, N]`` fp32 whose sum is the product, for `Elementwise` to add; or None."""
 
 
 class TorchElementwise:
@@ -175,34 +190,72 @@ class Fp8Path:
     Args:
         elementwise: what happens between the products.
         product: how they are computed.
+        small: how those of few rows are, if in another way.
     """
 
-    def __init__(self, elementwise: Elementwise, product: Product = scaled_product) -> None:
+    def __init__(
+        self,
+        elementwise: Elementwise,
+        product: Product = scaled_product,
+        small: SmallProducts | None = None,
+    ) -> None:
         self._between = elementwise
         self._product = product
+        self._small = small
 
     def forward(
         self, decoder: Decoder, x: torch.Tensor, backend: AttentionBackend, step: StepInputs
     ) -> torch.Tensor:
         """Run all layers and the final norm over embeddings ``x [T', E]``; `x` is overwritten."""
-        between, product, eps = self._between, self._product, decoder.config.norm_eps
-        dtype, reduce = decoder.dtype, decoder.all_reduce
+        between, eps, dtype = self._between, decoder.config.norm_eps, decoder.dtype
+        reduce = decoder.all_reduce
         delta: torch.Tensor | None = None
         for layer in decoder.decoder_layers:
             h = between.quantise_rms_norm(x, delta, layer.input_norm, eps)
-            qkv = product(h, layer.qkv_weight, layer.qkv_scale, layer.qkv_bias, dtype)
+            qkv = self._multiply(h, layer.qkv_weight, layer.qkv_scale, layer.qkv_bias, dtype)
             attended = backend.attend(layer.index, qkv, layer.transform, step)
             h = between.quantise(attended)
-            delta = product(h, layer.o_weight, layer.o_scale, layer.o_bias, dtype)
-            delta = delta if reduce is None else reduce(delta)
+            delta = self._delta(h, layer.o_weight, layer.o_scale, layer.o_bias, dtype, reduce)
             h = between.quantise_rms_norm(x, delta, layer.post_norm, eps)
-            gate_up = product(
+            gate_up = self._multiply(
                 h, layer.gate_up_weight, layer.gate_up_scale, layer.gate_up_bias, dtype
             )
             h = between.quantise_silu_mul(gate_up)
-            delta = product(h, layer.down_weight, layer.down_scale, layer.down_bias, dtype)
-            delta = delta if reduce is None else reduce(delta)
+            delta = self._delta(
+                h, layer.down_weight, layer.down_scale, layer.down_bias, dtype, reduce
+            )
         return between.add_rms_norm(x, delta, decoder.final_norm, eps)
+
+    def _multiply(
+        self,
+        x: Fp8Rows,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if self._small is not None and bias is None:
+            out = self._small.product(x, weight, scale, dtype)
+            if out is not None:
+                return out
+        return self._product(x, weight, scale, bias, dtype)
+
+    def _delta(
+        self,
+        x: Fp8Rows,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """What a product adds to the residual stream, maybe in parts."""
+        if self._small is not None and bias is None and reduce is None:
+            parts = self._small.parts(x, weight, scale)
+            if parts is not None:
+                return parts
+        delta = self._product(x, weight, scale, bias, dtype)
+        return delta if reduce is None else reduce(delta)
 
 
 def check_fp8(device: torch.device, dtype: torch.dtype) -> None:

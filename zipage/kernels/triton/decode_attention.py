@@ -99,7 +99,7 @@ def _decode_kernel(
             value = tl.load(pointer + NUM_KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
             if QUANTISED:
                 key = from_fp8(key, wide)
-                value = from_fp8(value, wide, AT_ONCE=True)
+                value = from_fp8(value, wide)
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * logit_scale
             logits = tl.where(valid[None, :], logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1))

@@ -32,21 +32,15 @@ _TO_FP16: tl.constexpr = tl.constexpr("""
 
 
 @triton.jit
-def from_fp8(tokens, WIDE: tl.constexpr, AT_ONCE: tl.constexpr = False):
-    """Stored numbers in fp16, or fp32 if `WIDE`; NaN stays NaN.
-
-    Triton likes to bring bytes to where a matrix product wants its operands before it converts
-    them. That saves a way through shared memory where they are read along the dimension that is
-    summed over, as keys are. Values are not: each byte would be fetched alone. So they are
-    converted `AT_ONCE`, by assembly that claims to have effects and is left where it is.
-    """
+def from_fp8(tokens, WIDE: tl.constexpr):
+    """Stored numbers in fp16, or fp32 if `WIDE`; NaN stays NaN."""
     if _INTERPRETED:  # knows no NaN of e4m3
         wide = tokens.to(tl.float32)
         wide = tl.where(tl.abs(wide) > _MAX, float("nan"), wide)
         numbers = wide if WIDE else wide.to(tl.float16)
     else:
         numbers = tl.inline_asm_elementwise(
-            _TO_FP16, "=r,=r,r", [tokens], dtype=tl.float16, is_pure=not AT_ONCE, pack=4
+            _TO_FP16, "=r,=r,r", [tokens], dtype=tl.float16, is_pure=True, pack=4
         )
         if WIDE:
             numbers = numbers.to(tl.float32)

@@ -2,28 +2,35 @@
 
 A decode step's products are bound by reading the weights. A narrow matrix has too few tiles for
 all multiprocessors, so its columns are split too; the parts of the sum, in fp32, are added by the
-kernel that reads the result anyway (`add_rms_norm`), which saves a launch and a rounding.
+norm that reads the result anyway, which saves a launch and a rounding.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-# More rows are left to the library, which is faster then.
+from zipage.models.fp8 import FP8, Fp8Rows
+
+# More rows are left to the library, which is faster then; for fp8 it is slow at first.
 _MOST_ROWS = 64
-# Rows of the weight and columns a program multiplies at once.
+_MOST_FP8_ROWS = 128
+# Rows of the weight a program multiplies at once, and bytes of each.
 _COLUMNS = 64
-_STEP = 128
-_MOST_SPLITS = 8
+_STEP_BYTES = 256
+_SPLITS = (1, 2, 4, 8)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     x,  # [rows, K]
     weight,  # [N, K]
-    parts,  # [SPLITS, rows, N] fp32
+    parts,  # [SPLITS, rows, N]
+    x_scales,  # [rows] of fp8
+    weight_scales,  # [N] of fp8
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -31,70 +38,137 @@ def _skinny_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
+    # Sums of fp8 products have few bits in the matrix units: no longer than this.
+    IMPRECISE: tl.constexpr = 128 if SCALED else 0
     width: tl.constexpr = K // SPLITS
     k = split * width + tl.arange(0, STEP)
     row = tl.arange(0, ROWS)
-    exists = (row < rows)[:, None]
+    exists = row < rows
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     weights = weight + column[:, None].to(tl.int64) * K + k[None, :]
     inputs = x + row[:, None] * K + k[None, :]
     for _ in range(0, width, STEP):
         # The weights are the left operand: its rows must be many for the matrix units.
-        total = tl.dot(tl.load(weights), tl.trans(tl.load(inputs, mask=exists, other=0.0)), total)
+        a = tl.load(weights)
+        b = tl.trans(tl.load(inputs, mask=exists[:, None], other=0.0))
+        total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
         weights += STEP
         inputs += STEP
+    if SCALED:
+        total *= tl.load(weight_scales + column)[:, None]
+        total *= tl.load(x_scales + row, mask=exists, other=0.0)[None, :]
     target = parts + (split * rows + row[None, :]) * N + column[:, None]
-    tl.store(target, total, mask=(row < rows)[None, :])
+    tl.store(target, total.to(parts.dtype.element_ty), mask=exists[None, :])
 
 
-def num_splits(rows: int, weight: torch.Tensor, programs: int) -> int | None:
-    """How many parts the columns of a product are split into; None if it is not for this kernel.
+@dataclass(frozen=True)
+class SkinnyPlan:
+    """How a product is cut.
+
+    Attributes:
+        splits: parts of the sum.
+        step: columns multiplied at once.
+        stages: steps in flight.
+    """
+
+    splits: int
+    step: int
+    stages: int
+
+
+def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan | None:
+    """How to cut the product of `rows` rows with a weight; None if it is not for this kernel.
+
+    In two bytes one and a half programs for each multiprocessor hide most of a program's start and
+    end; fp8 is read so fast that one program with a deep pipeline is better than more parts.
 
     Args:
         rows: rows of the other factor.
-        weight: ``[N, K]``, contiguous.
-        programs: how many the device should have at least.
+        weight: ``[N, K]`` in fp8 or a 2-byte dtype, contiguous.
+        processors: multiprocessors of the device.
     """
     n, k = weight.shape
-    if weight.dtype.itemsize != 2 or rows > _MOST_ROWS or n % _COLUMNS:
+    fp8 = weight.dtype == FP8
+    most = _MOST_FP8_ROWS if fp8 else _MOST_ROWS
+    if (not fp8 and weight.dtype.itemsize != 2) or rows > most or n % _COLUMNS:
         return None
-    fitting = [s for s in (1, 2, 4, _MOST_SPLITS) if k % (s * _STEP) == 0]
-    enough = [s for s in fitting if n // _COLUMNS * s >= programs]
-    if enough or not fitting:
-        return enough[0] if enough else None
-    return fitting[-1]
+    tiles, step = n // _COLUMNS, _STEP_BYTES // weight.dtype.itemsize
+    if fp8 and tiles > processors:
+        # Several programs share a multiprocessor's memory.
+        return SkinnyPlan(1, step // 2, 3) if k % (step // 2) == 0 else None
+    splits = [s for s in _SPLITS if k % (s * step) == 0]
+    if not splits:
+        return None
+    if fp8:
+        return SkinnyPlan(
+            max(s for s in splits if s == splits[0] or tiles * s <= processors), step, 4
+        )
+    enough = [s for s in splits if 2 * tiles * s >= 3 * processors]
+    # Two programs fit the shared memory of a multiprocessor at 64 rows.
+    return SkinnyPlan(enough[0] if enough else splits[-1], step, 3 if rows > 32 else 4)
 
 
-def skinny_linear(x: torch.Tensor, weight: torch.Tensor, splits: int) -> torch.Tensor:
+def skinny_linear(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan) -> torch.Tensor:
     """The parts of ``x @ weight.T``.
 
     Args:
-        x: ``[R, K]`` in a 2-byte dtype, contiguous, R at most 64.
+        x: ``[R, K]`` in a 2-byte dtype, contiguous.
         weight: ``[N, K]``, contiguous.
-        splits: from `num_splits`.
+        plan: from `plan_skinny`.
 
     Returns:
         ``[splits, R, N]`` fp32, whose sum over the first dimension is the product.
     """
+    return _launch(x, weight, None, None, plan, torch.float32)
+
+
+def scaled_skinny_linear(
+    x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor, plan: SkinnyPlan, dtype: torch.dtype
+) -> torch.Tensor:
+    """The parts of `zipage.models.fp8.scaled_product` without a bias.
+
+    Args:
+        x: ``[R, K]``.
+        weight: ``[N, K]`` fp8, contiguous.
+        scale: ``[N]`` fp32.
+        plan: from `plan_skinny`.
+        dtype: of the parts.
+
+    Returns:
+        ``[splits, R, N]``, whose sum over the first dimension is the product.
+    """
+    return _launch(x.values, weight, x.scales, scale, plan, dtype)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
+    plan: SkinnyPlan,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     rows, (n, k) = len(x), weight.shape
-    parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
-    padded = max(16, triton.next_power_of_2(rows))
-    _skinny_kernel[(n // _COLUMNS, splits)](
+    parts = torch.empty(plan.splits, rows, n, dtype=dtype, device=x.device)
+    _skinny_kernel[(n // _COLUMNS, plan.splits)](
         x,
         weight,
         parts,
+        x if x_scales is None else x_scales,
+        weight if weight_scales is None else weight_scales,
         rows,
         N=n,
         K=k,
-        SPLITS=splits,
-        ROWS=padded,
+        SPLITS=plan.splits,
+        ROWS=max(16, triton.next_power_of_2(rows)),
         COLUMNS=_COLUMNS,
-        STEP=_STEP,
+        STEP=plan.step,
+        SCALED=x_scales is not None,
         num_warps=4,
-        # Two programs fit the shared memory of a multiprocessor.
-        num_stages=3 if padded == 64 else 4,
+        num_stages=plan.stages,
     )
     return parts
