@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _BLOCKS = 2
 
 #: Products of few rows are compiled for the next power of two.
-_FEW_ROWS = (4, 20, 36)
+_FEW_ROWS = (4, 20, 36, 68)
 
 # Everything that costs memory. Of so flat a distribution top-p keeps almost all.
 _COSTLY = SamplingParams(
