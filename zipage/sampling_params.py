@@ -76,6 +76,8 @@ class SamplingParams:
             the engine's default is off, None takes the engine's default.
         return_kv_stats: return which tokens each compression kept, see
             `CompletionOutput.kv_stats`.
+        kv_stats_layers: with `return_kv_stats`, count the keepers of each token layer by layer,
+            too: a byte for each layer and token at every compression.
 
     Raises:
         RequestError: an option has an illegal value; the message names the option, the value
@@ -105,6 +107,7 @@ class SamplingParams:
     kv_budget: int | None = None
     compression: CompressionMode | None = None
     return_kv_stats: bool = False
+    kv_stats_layers: bool = False
 
     def __post_init__(self) -> None:
         """Checks every option and brings it to its plain type."""
@@ -142,9 +145,12 @@ class SamplingParams:
             "skip_special_tokens",
             "detokenize",
             "return_kv_stats",
+            "kv_stats_layers",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
+        if self.kv_stats_layers and not self.return_kv_stats:
+            raise _illegal("kv_stats_layers", True, "False without return_kv_stats")
         if self.max_tokens is not None:
             self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _INT32_MAX))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))

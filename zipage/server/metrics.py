@@ -190,7 +190,7 @@ class ServerMetrics(Collector):
             )
         up = GaugeMetricFamily("zipage:engine_up", "1 while requests are taken.", labels=_LABELS)
         yield self._labelled(up, self._engine.is_running)
-        labels = (*_LABELS, "state")
+        labels: tuple[str, ...] = (*_LABELS, "state")
         blocks = GaugeMetricFamily("zipage:kv_blocks", "Blocks of the KV pool.", labels=labels)
         for state in ("owned", "cached", "free"):
             self._labelled(blocks, getattr(stats, f"blocks_{state}"), state)

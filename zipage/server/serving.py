@@ -39,7 +39,7 @@ _OPTIONS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats"),
+    *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats", "kv_stats_layers"),
 )
 
 
@@ -294,10 +294,7 @@ def kv_stats(delta: Delta) -> dict[str, Any]:
     """What the API tells of a choice's KV cache."""
     completion = delta.completion
     return {
-        "compressions": [
-            {name: getattr(record, name) for name in record.__slots__}
-            for record in delta.compressions
-        ],
+        "compressions": [record.as_json() for record in delta.compressions],
         "evicted_tokens": completion.metrics.evicted_tokens,
         "peak_blocks": completion.metrics.peak_blocks,
     }
