@@ -110,7 +110,7 @@ def listening(
         thread.start()
         wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-        server.should_exit = True
+        app.state.serving.draining = server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
 

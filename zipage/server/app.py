@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +22,7 @@ from zipage import __version__
 from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
+from zipage.server.dashboard.routes import Dashboard
 from zipage.server.errors import (
     ApiError,
     bad_request,
@@ -133,9 +134,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         app.openapi()  # takes some tenths of a second, which no request shall wait for
-        end = engine.listen(metrics.observe)
-        yield
-        end()
+        async with AsyncExitStack() as stack:
+            stack.callback(engine.listen(metrics.observe))
+            if dashboard is not None:
+                await stack.enter_async_context(dashboard.running())
+            yield
         if owns_engine:
             await asyncio.get_running_loop().run_in_executor(None, serving.close)
 
@@ -158,6 +161,7 @@ def create_app(
     _add_tokens(app, serving)
     _add_system(app, serving)
     _add_metrics(app, metrics)
+    dashboard = Dashboard(app, serving) if settings.dashboard else None
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limit=settings.body_limit)
     if settings.api_keys:

@@ -25,12 +25,16 @@ _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _CLIENT_CLOSED = 499
 
 
-_PROTECTED = ("/v1", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1", "/tokenize", "/detokenize", "/dashboard/events")
 
 
 def is_protected(path: str) -> bool:
     """Whether a path needs an API key, if there are any."""
-    return any(path == start or path.startswith(f"{start}/") for start in _PROTECTED)
+    return any(_within(path, start) for start in _PROTECTED)
+
+
+def _within(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")
 
 
 class RequestScope:
@@ -157,7 +161,7 @@ def _route_of(scope: Scope) -> str:
     """A path of which there are few: the route's, not the client's."""
     route: Any = scope.get("route")
     path: str | None = getattr(route, "path_format", None)
-    return path or ("/v1" if is_protected(scope["path"]) else "other")
+    return path or next((start for start in _PROTECTED if _within(scope["path"], start)), "other")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

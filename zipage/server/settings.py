@@ -28,7 +28,8 @@ class ServerSettings:
         ssl_keyfile_password: of the private key.
         ssl_ca_certs: PEM file of authorities; clients must then show a certificate of theirs.
         api_keys: keys of which clients must send one as ``Authorization: Bearer KEY`` to
-            ``/v1``, ``/tokenize`` and ``/detokenize``. None: no key is asked for.
+            ``/v1``, ``/tokenize``, ``/detokenize`` and the dashboard's figures. None: no key is
+            asked for.
         allowed_origins: origins whose web pages may use the server (CORS), ``*`` for all.
         served_model_names: what the model is called in requests; the first one is shown in
             answers that name none. None for its hub id, or the name of its directory and its path.
@@ -55,6 +56,7 @@ class ServerSettings:
         max_prompts: most prompts of a request.
         max_stop: most stop strings, and most stop token ids, of a request.
         max_logprobs: most alternatives at each token.
+        dashboard: serve the page at /dashboard.
         log_prompts: log the bodies of requests (level info).
     """
 
@@ -84,6 +86,7 @@ class ServerSettings:
     max_prompts: int = 1024
     max_stop: int = 64
     max_logprobs: int = 20
+    dashboard: bool = True
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
