@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class ServerSettings:
         max_stop: most stop strings, and most stop token ids, of a request.
         max_logprobs: most alternatives at each token.
         dashboard: serve the page at /dashboard.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of every request,
+            by OTLP over HTTP.
         log_prompts: log the bodies of requests (level info).
     """
 
@@ -87,6 +90,7 @@ class ServerSettings:
     max_stop: int = 64
     max_logprobs: int = 20
     dashboard: bool = True
+    otlp_traces_endpoint: str | None = None
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -127,6 +131,12 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}={shown(path)} is not a file")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", str(endpoint)):
+            raise ConfigError(
+                f"otlp_traces_endpoint={shown(endpoint)} must be a URL like "
+                "http://localhost:4318/v1/traces"
+            )
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         parse_bytes("max_body_size", self.max_body_size)
