@@ -92,6 +92,19 @@ def test_names_that_boards_of_vllm_ask_for(metrics: dict[str, set[str]]) -> None
     assert metrics["vllm:request_success_total"] == {"model_name", "engine", "finished_reason"}
 
 
+def test_names_in_the_docs(metrics: dict[str, set[str]]) -> None:
+    page = (DEPLOY.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:vllm|zipage):\w+|http_requests_total)(?:\{(.*?)\})?`", page)
+    assert len(named) > 40
+    told = {name.removesuffix("_bucket") for name in metrics}
+    for name, labels in named:
+        assert name in told, name
+        assert set(filter(None, labels.split(","))) <= metrics.get(name, set()), name
+    own = {name for name in told if name.startswith("zipage:")}
+    own -= {f"zipage:compression_seconds_{part}" for part in ("count", "sum")}
+    assert own <= {name for name, _ in named}, "every metric of ours is explained"
+
+
 def test_prometheus_configuration() -> None:
     path = DEPLOY / "prometheus" / "prometheus.yml"
     (job,) = yaml.safe_load(path.read_text())["scrape_configs"]

@@ -182,4 +182,6 @@ _GAUGES = {
     *("blocks_total", "blocks_owned", "blocks_cached", "blocks_free"),
     *("query_slots_total", "query_slots_in_use"),
 }
-_COUNTERS = [f.name for f in fields(EngineStats) if f.name not in {*_GAUGES, "last_step"}]
+_COUNTERS = [
+    f.name for f in fields(EngineStats) if f.type in ("int", "float") and f.name not in _GAUGES
+]
