@@ -32,12 +32,13 @@ function short(value) {
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds === 0) return "0";
   if (seconds < 0.0995) return (seconds * 1000).toFixed(seconds < 0.00995 ? 1 : 0) + " ms";
   return seconds < 99.5 ? seconds.toPrecision(2) + " s" : Math.round(seconds) + " s";
 }
 
 const percent = (share) =>
-  share === null || share === undefined ? "–" : (share * 100).toFixed(share < 0.0995 ? 1 : 0) + " %";
+  share === null || share === undefined ? "–" : (share * 100).toFixed(share > 0 && share < 0.0995 ? 1 : 0) + " %";
 
 // The least of 1, 2, 5, 10, ... that is not less than `value`.
 function ceiling(value) {
