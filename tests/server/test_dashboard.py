@@ -62,9 +62,9 @@ def test_it_can_be_left_out() -> None:
 
 def test_figures_need_the_key() -> None:
     with listening(scripted(), api_keys=["key"]) as (url, _):
-        refused = httpx.get(f"{url}/dashboard/events")
-        assert refused.status_code == 401
-        assert refused.json()["error"]["code"] == "invalid_api_key"
+        with httpx.stream("GET", f"{url}/dashboard/events") as refused:
+            assert refused.status_code == 401
+            assert json.loads(refused.read())["error"]["code"] == "invalid_api_key"
         ((name, hello),) = read_stream(url, 1, headers={"Authorization": "Bearer key"})
         assert name == "hello" and hello["model"] == "zipage-tiny"
 
