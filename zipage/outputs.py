@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, stop token or stop string; length: ``max_tokens`` or the model's
@@ -126,6 +127,8 @@ class CompressionRecord:
             that the token is gone.
         layer_positions: for each layer, how many positions at least one of its lists holds after.
         seconds: what the compression took.
+        layer_keepers: with ``kv_stats_layers``, `keepers` of each layer alone, layer after layer,
+            a byte each; None without.
     """
 
     num_tokens: int
@@ -135,6 +138,14 @@ class CompressionRecord:
     keepers: list[int]
     layer_positions: list[int]
     seconds: float
+    layer_keepers: bytes | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them: bytes in base64."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        if self.layer_keepers is not None:
+            fields["layer_keepers"] = base64.b64encode(self.layer_keepers).decode()
+        return fields
 
 
 @dataclass(slots=True)

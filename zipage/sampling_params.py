@@ -79,6 +79,8 @@ class SamplingParams:
             `CompletionOutput.kv_stats`.
         structured_outputs: the form the answer must have, see `StructuredOutputsParams`; a mapping
             will do, such as ``{"regex": "[0-9]+"}``.
+        kv_stats_layers: with `return_kv_stats`, count the keepers of each token layer by layer,
+            too: a byte for each layer and token at every compression.
 
     Raises:
         RequestError: an option has an illegal value; the message names the option, the value
@@ -109,6 +111,7 @@ class SamplingParams:
     compression: CompressionMode | None = None
     return_kv_stats: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    kv_stats_layers: bool = False
 
     def __post_init__(self) -> None:
         """Checks every option and brings it to its plain type."""
@@ -146,9 +149,12 @@ class SamplingParams:
             "skip_special_tokens",
             "detokenize",
             "return_kv_stats",
+            "kv_stats_layers",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "True or False")
+        if self.kv_stats_layers and not self.return_kv_stats:
+            raise _illegal("kv_stats_layers", True, "False without return_kv_stats")
         if self.max_tokens is not None:
             self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, _INT32_MAX))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, _INT32_MAX))

@@ -86,7 +86,15 @@ REQUESTS = st.builds(
     stream=st.booleans(),
     arrival_time=NUMBERS,
 )
-KV_STATS = st.lists(records(CompressionRecord, keepers=TOKENS, layer_positions=TOKENS), max_size=2)
+KV_STATS = st.lists(
+    records(
+        CompressionRecord,
+        keepers=TOKENS,
+        layer_positions=TOKENS,
+        layer_keepers=st.none() | st.binary(max_size=9),
+    ),
+    max_size=2,
+)
 UPDATES = st.builds(
     TokenUpdate,
     sequence_id=TEXT,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,8 @@ def test_kept_positions_equal_those_of_the_keys(options: dict[str, Any]) -> None
         reference = KeptReference(llm)
         todo = [prompt_ids(llm, 2 + 3 * i, seed=i) for i in range(3)]
         plain = llm.generate(todo, greedy(90))
-        outputs = llm.generate(todo, greedy(90, return_kv_stats=True))
+        params = greedy(90, return_kv_stats=True, kv_stats_layers=True)
+        outputs = llm.generate(todo, params)
     assert [tokens_of(o) for o in outputs] == [tokens_of(o) for o in plain]
     assert all(o.outputs[0].kv_stats is None for o in plain)
     of_request = {name.split("#")[0]: name for name in reference.kept}
@@ -43,6 +45,10 @@ def test_kept_positions_equal_those_of_the_keys(options: dict[str, Any]) -> None
         assert [r.keepers for r in records] == reference.keepers(sequence)
         assert [r.layer_positions for r in records] == reference.layer_positions(sequence)
         for record in records:
+            layers = np.frombuffer(record.layer_keepers or b"", np.uint8)
+            layers = layers.reshape(len(record.layer_positions), record.num_tokens)
+            assert layers.sum(0).tolist() == record.keepers
+            assert np.count_nonzero(layers, axis=1).tolist() == record.layer_positions
             assert len(record.keepers) == record.num_tokens
             assert sum(record.keepers) == record.kept * record.lists
             assert max(record.keepers) == record.lists, "the window is in every list"
@@ -83,12 +89,14 @@ def test_no_compression_no_records() -> None:
 def test_the_flag_must_be_a_boolean() -> None:
     with pytest.raises(RequestError, match="return_kv_stats='yes' is not legal"):
         SamplingParams(return_kv_stats="yes")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="False without return_kv_stats"):
+        SamplingParams(kv_stats_layers=True)
 
 
 def test_counting_by_position() -> None:
     job = CompressionJob("r", (0, 1, 2), (0, 1), 7, 4, 0, 0, 9, 2, 0, report_kept=True)
     positions = torch.tensor([[[2, 3, 7, 8], [3, 6, 7, 8]], [[2, 3, 7, 8], [2, 3, 7, 8]]])
-    record = count_keepers(positions.to(torch.int32), job, 0.5)
+    record = count_keepers(positions.to(torch.int32), job, 0.5, by_layer=True)
     assert record == CompressionRecord(
         num_tokens=9,
         length=7,
@@ -97,4 +105,5 @@ def test_counting_by_position() -> None:
         keepers=[0, 0, 3, 4, 0, 0, 1, 4, 4],
         layer_positions=[5, 4],
         seconds=0.5,
+        layer_keepers=bytes([0, 0, 1, 2, 0, 0, 1, 2, 2, 0, 0, 2, 2, 0, 0, 0, 2, 2]),
     )

@@ -102,7 +102,7 @@ def listening(
     app = create_app(engine, ServerSettings(**settings), owns_engine=False)
     config = uvicorn.Config(app, log_config=None, access_log=False)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", settings.get("port", 0))) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         arguments = {"sockets": [listener]}
@@ -110,7 +110,7 @@ def listening(
         thread.start()
         wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-        server.should_exit = True
+        app.state.serving.draining = server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
 

@@ -34,7 +34,7 @@ class ScriptedEngine:
         self.logprob = -0.5
         self.delay = 0.0
         self.seen: list[tuple[list[int], SamplingParams]] = []
-        self.aborted = 0
+        self.aborted = self.queue_refusals = 0
         self.config = EngineConfig(model=TINY)
         self.max_model_len = max_model_len
         self.vocab_size = 320
@@ -46,6 +46,9 @@ class ScriptedEngine:
         if self._tokenizer is None:
             raise ModelError("it has no tokenizer")
         return self._tokenizer
+
+    def listen(self, on_step: Any) -> Any:
+        return lambda: None
 
     def stats(self) -> EngineStats:
         return EngineStats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,13 @@ def test_kv_options_and_statistics(client: Client) -> None:
     events = client.events(URL, {**body, "kv_budget": 64})
     told = [r for e in events for c in e["choices"] for r in c["kv_stats"]["compressions"]]
     assert [r["num_tokens"] for r in told] == [r["num_tokens"] for r in small["compressions"]]
+    by_layer = {**body, "kv_budget": 64, "kv_stats_layers": True}
+    for event in client.events(URL, by_layer):
+        for record in event["choices"][0]["kv_stats"]["compressions"]:
+            layers = base64.b64decode(record["layer_keepers"])
+            assert len(layers) == record["num_tokens"] * len(record["layer_positions"])
+            assert sum(layers) == sum(record["keepers"]) == record["kept"] * record["lists"]
+    assert client.ok(URL, by_layer)["choices"][0]["kv_stats"]["compressions"][-1]["layer_keepers"]
     assert client.error(URL, {**body, "kv_budget": 7})["param"] == "kv_budget"
 
 

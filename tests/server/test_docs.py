@@ -39,7 +39,7 @@ def test_bash(live: str, example: str) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     if "boxed" not in done.stdout:
-        assert '"error"' not in done.stdout
+        assert '"error":' not in done.stdout
         assert any(word in done.stdout for word in ("choices", "tokens", "output")), done.stdout
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from zipage import __version__
-from zipage.cli import bench, demo, eval, generate, info, serve
+from zipage.cli import bench, demo, eval, generate, info, serve, top
 from zipage.cli.writing import writing
 from zipage.errors import ZipageError
 
@@ -73,6 +73,7 @@ def _main(
 app.command("generate")(generate.generate)
 # Every option of the server is an environment variable, too: --port is ZIPAGE_PORT.
 app.command("serve", context_settings={"auto_envvar_prefix": "ZIPAGE"})(serve.serve)
+app.command("top")(top.top)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
 app.command("eval")(eval.evaluate)

@@ -182,7 +182,7 @@ def _completion(completion: CompletionOutput, token_ids: bool) -> dict[str, Any]
         result["cumulative_logprob"] = completion.cumulative_logprob
         result["logprobs"] = [_logprobs(position) for position in completion.logprobs]
     if completion.kv_stats is not None:
-        result["kv_stats"] = [dataclasses.asdict(record) for record in completion.kv_stats]
+        result["kv_stats"] = [record.as_json() for record in completion.kv_stats]
     return result
 
 

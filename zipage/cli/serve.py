@@ -20,7 +20,8 @@ from zipage.server.settings import ServerSettings
 
 _PANELS = {
     "Server": "host port uds ssl_certfile ssl_keyfile ssl_keyfile_password ssl_ca_certs api_keys "
-    "allowed_origins log_prompts",
+    "allowed_origins",
+    "Observation": "dashboard otlp_traces_endpoint log_prompts",
     "Chat": "served_model_names chat_template trust_chat_templates reasoning_parser "
     "tool_call_parser",
     "Engine process": "on_engine_death heartbeat_timeout step_timeout",

@@ -29,7 +29,7 @@ def kept_positions(cache: KVCache, job: CompressionJob, wait: bool) -> torch.Ten
 
 
 def count_keepers(
-    positions: torch.Tensor, job: CompressionJob, seconds: float
+    positions: torch.Tensor, job: CompressionJob, seconds: float, by_layer: bool = False
 ) -> CompressionRecord:
     """Count by text position what a compression kept.
 
@@ -37,11 +37,12 @@ def count_keepers(
         positions: ``[L, H, keep]`` text positions, see `kept_positions`.
         job: the compression.
         seconds: what it took.
+        by_layer: whether each layer's counts are told, too.
     """
     layers, heads, keep = positions.shape
-    by_layer = positions.reshape(layers, heads * keep).numpy().astype(np.int64)
-    by_layer += np.arange(layers)[:, None] * job.num_tokens
-    counts = np.bincount(by_layer.ravel(), minlength=layers * job.num_tokens)
+    flat = positions.reshape(layers, heads * keep).numpy().astype(np.int64)
+    flat += np.arange(layers)[:, None] * job.num_tokens
+    counts = np.bincount(flat.ravel(), minlength=layers * job.num_tokens)
     counts = counts.reshape(layers, job.num_tokens)
     return CompressionRecord(
         num_tokens=job.num_tokens,
@@ -51,4 +52,5 @@ def count_keepers(
         keepers=counts.sum(0).tolist(),
         layer_positions=np.count_nonzero(counts, axis=1).tolist(),
         seconds=seconds,
+        layer_keepers=counts.astype(np.uint8).tobytes() if by_layer else None,
     )

@@ -101,6 +101,7 @@ class RequestAccounts:
                 generated_tokens=generated,
                 max_tokens=request.max_tokens,
                 metrics=answer.metrics,
+                n=request.params.n,
             )
         )
         if self.recorder is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zipage.config import EngineConfig
-from zipage.engine.client import EngineClient, OutputStream, wake
+from zipage.engine.client import EngineClient, OutputStream, StepListeners, wake
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.stats import EngineStats
 from zipage.errors import EngineDeadError, ModelError, RequestError
@@ -55,10 +55,10 @@ class AsyncLLM(EngineClient):
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, **options})
-        super().__init__(config, max_queued_requests, _UNREAD)
+        super().__init__(config, max_queued_requests, on_step, _UNREAD)
         self.engine = LLMEngine(self.config)
         # Neither the thread nor a command refers to this object, so that it can be collected.
-        self._loop = _EngineLoop(self.engine, on_step)
+        self._loop = _EngineLoop(self.engine, self._listeners)
         self._stopped = False
         #: Orders submissions before the stop command, so that none is left unanswered.
         self._submission = threading.Lock()
@@ -175,11 +175,9 @@ class _EngineLoop:
         error: what stopped the engine before its time.
     """
 
-    def __init__(
-        self, engine: LLMEngine, on_step: Callable[[EngineStats], None] | None = None
-    ) -> None:
+    def __init__(self, engine: LLMEngine, step_listeners: StepListeners) -> None:
         self.engine = engine
-        self._on_step = on_step
+        self._step_listeners = step_listeners
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.listeners: dict[str, OutputStream] = {}
         self.stats = engine.stats()
@@ -197,7 +195,7 @@ class _EngineLoop:
                     for output in outputs:
                         self.deliver(output)
                     self.stats = self.engine.stats()
-                    self._report_step()
+                    self._step_listeners.tell(self.stats)
             for request_id in list(self.listeners):
                 last = self.engine.abort(request_id)
                 if last is not None:
@@ -220,14 +218,6 @@ class _EngineLoop:
                 self.engine.shutdown()
             except Exception:
                 logger.exception("the engine could not be shut down cleanly")
-
-    def _report_step(self) -> None:
-        if self._on_step is not None:
-            try:
-                self._on_step(self.stats)
-            except Exception:
-                logger.exception("on_step failed and is not called again")
-                self._on_step = None
 
     def _carry_out(self) -> bool:
         """Carry out all commands, waiting for one when idle; False to stop."""

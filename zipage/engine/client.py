@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from zipage.errors import (
 )
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether something has come to its end.
 _POLL = 0.05
@@ -104,6 +107,34 @@ def _set_ready(streams: list[OutputStream]) -> None:
         stream._ready.set()
 
 
+class StepListeners:
+    """Functions that are called after every step. One that raises is logged and dropped."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[EngineStats], None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def add(self, listener: Callable[[EngineStats], None]) -> Callable[[], None]:
+        """Tell `listener` of every step from now on; returns what ends that."""
+        self._listeners.append(listener)
+        return lambda: self._remove(listener)
+
+    def tell(self, stats: EngineStats) -> None:
+        """Tell all of a step."""
+        for listener in list(self._listeners):
+            try:
+                listener(stats)
+            except Exception:
+                logger.exception("on_step failed and is not called again")
+                self._remove(listener)
+
+    def _remove(self, listener: Callable[[EngineStats], None]) -> None:
+        with contextlib.suppress(ValueError):
+            self._listeners.remove(listener)
+
+
 class EngineClient(ABC):
     """An engine for asyncio programs: `AsyncLLM` or `EngineProcessClient`. What a server is
     written against. Methods may be called from any event loop and thread.
@@ -112,11 +143,19 @@ class EngineClient(ABC):
         config: the engine's options.
         max_queued_requests: refuse a request while so many answers wait for blocks or for their
             turn, or when so many more than `max_num_seqs` are under way; None for no limit.
+        on_step: called after every step, see `listen`.
         unread: most outputs kept for a reader that is slow.
+
+    Attributes:
+        queue_refusals: requests refused because too many waited.
     """
 
     def __init__(
-        self, config: EngineConfig, max_queued_requests: int | None, unread: int = 1
+        self,
+        config: EngineConfig,
+        max_queued_requests: int | None,
+        on_step: Callable[[EngineStats], None] | None = None,
+        unread: int = 1,
     ) -> None:
         most = max_queued_requests
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
@@ -126,6 +165,15 @@ class EngineClient(ABC):
         self._unread = unread
         self._live: set[OutputStream] = set()
         self._draining = False
+        self.queue_refusals = 0
+        self._listeners = StepListeners()
+        if on_step is not None:
+            self._listeners.add(on_step)
+
+    def listen(self, on_step: Callable[[EngineStats], None]) -> Callable[[], None]:
+        """Call a function for every step from now on, as the `on_step` of the constructors;
+        returns what ends that."""
+        return self._listeners.add(on_step)
 
     async def generate(
         self,
@@ -198,6 +246,7 @@ class EngineClient(ABC):
         # The last step is the latest news of who waits; those who came since may run at once.
         waiting = min(self._num_queued, live)
         if waiting >= most or live + answers > self.config.max_num_seqs + most:
+            self.queue_refusals += 1
             raise EngineOverloadedError(
                 f"{live} answers are under way and {waiting} of them wait: "
                 f"max_queued_requests={most} may wait, try again later"

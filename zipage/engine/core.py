@@ -285,8 +285,10 @@ class EngineCore:
         self._steps.numbers.compression_seconds.append(outcome.seconds)
         record = None
         if outcome.kept is not None:
-            record = count_keepers(outcome.kept, job, outcome.seconds)
-            if request.payload.params.return_kv_stats:
+            params = request.payload.params
+            by_layer = params.kv_stats_layers
+            record = count_keepers(outcome.kept, job, outcome.seconds, by_layer)
+            if params.return_kv_stats:
                 updates.append(TokenUpdate(request.request_id, kv_stats=[record]))
         if self.recorder is not None:
             now = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from zipage.config import EngineConfig
 from zipage.engine.accounts import RequestAccounts
-from zipage.engine.client import EngineClient, OutputStream, wake
+from zipage.engine.client import EngineClient, OutputStream, StepListeners, wake
 from zipage.engine.core_io import EngineRequest
 from zipage.engine.engine_process import EngineProcess, error_of
 from zipage.engine.input_processor import InputProcessor, Prompt
@@ -74,7 +74,7 @@ class EngineProcessClient(EngineClient):
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options({"model": model, **options})
-        super().__init__(config, max_queued_requests)
+        super().__init__(config, max_queued_requests, on_step)
         if on_engine_death not in ("exit", "restart"):
             raise ConfigError(
                 f"on_engine_death={shown(on_engine_death)}: legal are exit and restart"
@@ -86,7 +86,11 @@ class EngineProcessClient(EngineClient):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigError(f"{name}={shown(value)} must be a positive number of seconds")
         self._front = _Front(
-            config, on_step, on_engine_death == "restart", heartbeat_timeout, step_timeout
+            config,
+            self._listeners,
+            on_engine_death == "restart",
+            heartbeat_timeout,
+            step_timeout,
         )
         # No thread refers to this object, so that it can be collected.
         weakref.finalize(self, self._front.shutdown)
@@ -119,7 +123,8 @@ class EngineProcessClient(EngineClient):
     def stats(self) -> EngineStats:
         """Counters, gauges and what happened in the last step, some tenths of a second late.
 
-        The counters of the engine start again when it is restarted.
+        Counters go on when the engine is restarted; what it did between its last report and its
+        death is not counted.
         """
         return self._front.stats()
 
@@ -182,13 +187,13 @@ class _Front:
     def __init__(
         self,
         config: EngineConfig,
-        on_step: Callable[[EngineStats], None] | None,
+        step_listeners: StepListeners,
         restarts: bool,
         heartbeat_timeout: float,
         step_timeout: float,
     ) -> None:
         self._config = config
-        self._on_step = on_step
+        self._step_listeners = step_listeners
         self._restarts = restarts
         self._timeouts = (heartbeat_timeout, step_timeout)
         #: Held for whatever touches requests; steps come in on another thread than requests.
@@ -199,7 +204,8 @@ class _Front:
         #: Answers that ended here, for the engine to end them too.
         self._ended: list[str] = []
         self._accounts = RequestAccounts()
-        self._stats = EngineStats()
+        #: Counters of the engines that died.
+        self._past = EngineStats()
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._closed = False
         self._restart: threading.Thread | None = None
@@ -207,6 +213,7 @@ class _Front:
         self.death: EngineDeadError | None = None
         self.restarting = False
         self._process = self._start()
+        self._stats = self._idle_stats()
         model = self._process.model
         self.inputs = InputProcessor(config, model, self._accounts)
         self._outputs = OutputProcessor(
@@ -319,15 +326,18 @@ class _Front:
         if report.steps:
             report.steps[-1].finished = self._accounts.take_ended()
             stats.last_step = report.steps[-1]
+        stats.add_counters(self._past)
         self._stats = stats
-        for step in report.steps:
-            if self._on_step is None:
-                break
-            try:
-                self._on_step(self._accounts.fill(replace(stats, last_step=step)))
-            except Exception:
-                logger.exception("on_step failed and is not called again")
-                self._on_step = None
+        for step in report.steps if self._step_listeners else ():
+            self._step_listeners.tell(self._accounts.fill(replace(stats, last_step=step)))
+
+    def _idle_stats(self) -> EngineStats:
+        """Those of an engine that has done nothing yet."""
+        blocks = self._process.model.num_kv_blocks
+        slots = self._config.resolved_query_slots
+        stats = EngineStats(blocks_total=blocks, blocks_free=blocks, query_slots_total=slots)
+        stats.add_counters(self._past)
+        return stats
 
     def stats(self) -> EngineStats:
         """The last statistics, with what is counted here as of now."""
@@ -349,7 +359,7 @@ class _Front:
             self._ended.clear()
             self._unanswered.clear()
             self.num_queued = 0
-            self._stats = EngineStats()
+            self._past = self._stats = _counters_of(self._stats)
             streams = list(self._streams.values())
             self._streams.clear()
             for stream in streams:
@@ -373,6 +383,8 @@ class _Front:
         with self._lock:
             if not self._closed:
                 self._process = process
+                self._past.engine_restarts += 1
+                self._stats = self._idle_stats()
                 process.begin()
                 self.death, self.restarting = None, False
                 logger.warning("the engine was restarted")
@@ -392,6 +404,12 @@ class _Front:
             self._process.stop()
             if self._restart is not None:
                 self._restart.join()
+
+
+def _counters_of(stats: EngineStats) -> EngineStats:
+    counters = EngineStats()
+    counters.add_counters(stats)
+    return counters
 
 
 def _is_long(prompt: Prompt) -> bool:

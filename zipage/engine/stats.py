@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 # Needed at run time: statistics are read from messages by the types of their fields.
 from zipage.execution.memory import MemoryPlan
@@ -20,6 +20,7 @@ class FinishedCompletion:
         prompt_tokens: tokens of the prompt, cached ones included.
         generated_tokens: tokens of the answer.
         max_tokens: most tokens it could have generated.
+        n: answers its request asked for.
         metrics: its times and KV cache events.
     """
 
@@ -30,6 +31,7 @@ class FinishedCompletion:
     generated_tokens: int
     max_tokens: int
     metrics: RequestMetrics
+    n: int = 1
 
 
 @dataclass
@@ -108,6 +110,7 @@ class EngineStats:
         completions_length: answers ended by ``max_tokens`` or the model's length.
         completions_abort: answers cancelled.
         completions_error: answers that failed.
+        engine_restarts: engine processes that were started in place of one that died.
         last_step: what happened in the last step.
         memory: what the device's memory is for, planned at start; None on the CPU.
     """
@@ -144,6 +147,7 @@ class EngineStats:
     completions_length: int = 0
     completions_abort: int = 0
     completions_error: int = 0
+    engine_restarts: int = 0
     last_step: StepStats = field(default_factory=StepStats)
     memory: MemoryPlan | None = None
 
@@ -166,3 +170,18 @@ class EngineStats:
         """Answers that ended for this reason."""
         count: int = getattr(self, f"completions_{reason}")
         return count
+
+    def add_counters(self, before: EngineStats) -> None:
+        """Go on from the counters of an engine that ended."""
+        for name in _COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(before, name))
+
+
+_GAUGES = {
+    *("running", "waiting", "compressing", "swapped"),
+    *("blocks_total", "blocks_owned", "blocks_cached", "blocks_free"),
+    *("query_slots_total", "query_slots_in_use"),
+}
+_COUNTERS = [
+    f.name for f in fields(EngineStats) if f.type in ("int", "float") and f.name not in _GAUGES
+]

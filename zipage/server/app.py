@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +22,7 @@ from zipage import __version__
 from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
+from zipage.server.dashboard.routes import Dashboard
 from zipage.server.errors import (
     ApiError,
     bad_request,
@@ -30,6 +31,7 @@ from zipage.server.errors import (
     on_zipage_error,
     unavailable,
 )
+from zipage.server.metrics import ServerMetrics
 from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope, is_protected
 from zipage.server.protocol.chat import (
     ChatCompletionRequest,
@@ -127,11 +129,16 @@ def create_app(
     """
     settings = settings or ServerSettings()
     serving = Serving(engine, settings)
+    metrics = ServerMetrics(engine, serving.names[0])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         app.openapi()  # takes some tenths of a second, which no request shall wait for
-        yield
+        async with AsyncExitStack() as stack:
+            stack.callback(engine.listen(metrics.observe))
+            if dashboard is not None:
+                await stack.enter_async_context(dashboard.running())
+            yield
         if owns_engine:
             await asyncio.get_running_loop().run_in_executor(None, serving.close)
 
@@ -145,7 +152,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.router.route_class = _JSONRoute
-    app.state.serving = serving
+    app.state.serving, app.state.metrics = serving, metrics
     app.openapi = lambda: _document(app, bool(settings.api_keys))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
@@ -153,6 +160,8 @@ def create_app(
     _add_generation(app, serving)
     _add_tokens(app, serving)
     _add_system(app, serving)
+    _add_metrics(app, metrics)
+    dashboard = Dashboard(app, serving) if settings.dashboard else None
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limit=settings.body_limit)
     if settings.api_keys:
@@ -165,7 +174,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestScope)
+    app.add_middleware(RequestScope, answered=metrics.answered)
     return app
 
 
@@ -285,3 +294,15 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
     async def version() -> Response:
         """Zipage's version."""
         return JSONResponse({"version": __version__})
+
+
+def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
+    @app.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"description": "Prometheus's text format."}, **_errors(500)},
+    )
+    async def prometheus_metrics(request: Request) -> Response:
+        """Numbers for Prometheus."""
+        text, kind = metrics.exposition(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": kind})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import cast
@@ -36,6 +37,9 @@ class Job:
     salt: str = ""
 
 
+EndOfJob = Callable[[Job, int, RequestOutput | None, BaseException | None], None]
+
+
 class Generation:
     """Some jobs, read together. Leaving the ``async with`` block aborts what is unfinished.
 
@@ -46,13 +50,19 @@ class Generation:
         engine: runs them.
         jobs: what to run.
         timeout: seconds they may take; None for no limit.
+        ended: told of every job that ended: the job, when it began in nanoseconds since the epoch,
+            its last output, and what it failed with.
     """
 
     def __init__(
-        self, engine: EngineClient, jobs: Sequence[Job], timeout: float | None = None
+        self,
+        engine: EngineClient,
+        jobs: Sequence[Job],
+        timeout: float | None = None,
+        ended: EndOfJob | None = None,
     ) -> None:
         self.jobs = jobs
-        self._engine, self._timeout = engine, timeout
+        self._engine, self._timeout, self._ended = engine, timeout, ended
         self._pending: dict[int, RequestOutput] = {}
         self._unfinished = len(jobs)
         self._error: BaseException | None = None
@@ -112,6 +122,9 @@ class Generation:
         stream = self._engine.generate(
             prompt, job.params, job.request_id, priority=job.priority, salt=job.salt
         )
+        begun = time.time_ns()
+        output: RequestOutput | None = None
+        failure: BaseException | None = None
         try:
             async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput, None], stream)):
                 async for output in stream:
@@ -121,7 +134,11 @@ class Generation:
                     if output.finished:
                         self._unfinished -= 1
         except Exception as error:
+            failure = error
             self._fail(error)
+        finally:
+            if self._ended is not None:
+                self._ended(job, begun, output, failure)
 
     def _check(self, output: RequestOutput) -> None:
         """A failed choice fails its request."""

@@ -8,7 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,22 +25,30 @@ _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _CLIENT_CLOSED = 499
 
 
-_PROTECTED = ("/v1", "/tokenize", "/detokenize")
+_PROTECTED = ("/v1", "/tokenize", "/detokenize", "/dashboard/events")
 
 
 def is_protected(path: str) -> bool:
     """Whether a path needs an API key, if there are any."""
-    return any(path == start or path.startswith(f"{start}/") for start in _PROTECTED)
+    return any(_within(path, start) for start in _PROTECTED)
+
+
+def _within(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")
 
 
 class RequestScope:
     """Gives every request an id, logs it, and answers 500 where a handler fails.
 
     The id is the client's ``X-Request-Id`` if it sent a legal one.
+
+    Args:
+        app: handles requests.
+        answered: told of every request: method, the path as its route has it, status.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, answered: Callable[[str, str, int], None]) -> None:
+        self._app, self._answered = app, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -76,6 +85,7 @@ class RequestScope:
             seconds = time.perf_counter() - begun
             if status and not is_complete:
                 status = _CLIENT_CLOSED
+            self._answered(scope["method"], _route_of(scope), status)
             client = scope.get("client")
             access_logger.info(
                 "%s %s %d in %.1f ms",
@@ -145,6 +155,13 @@ class BodyLimit:
     def _too_large(self) -> ApiError:
         message = f"the body is larger than {self._limit} bytes (--max-body-size)"
         return ApiError(413, message, headers={"Connection": "close"})
+
+
+def _route_of(scope: Scope) -> str:
+    """A path of which there are few: the route's, not the client's."""
+    route: Any = scope.get("route")
+    path: str | None = getattr(route, "path_format", None)
+    return path or next((start for start in _PROTECTED if _within(scope["path"], start)), "other")
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

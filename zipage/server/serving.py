@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
@@ -21,7 +22,7 @@ from zipage.errors import ModelError, RequestError
 from zipage.outputs import CompletionOutput, RequestOutput
 from zipage.sampling_params import SamplingParams
 from zipage.server.errors import ApiError, bad_request, unavailable
-from zipage.server.generation import Delta, Generation, Job
+from zipage.server.generation import Delta, EndOfJob, Generation, Job
 from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import CLOSE, uses_think_tags
@@ -29,6 +30,7 @@ from zipage.server.settings import ServerSettings
 from zipage.server.streaming import EventStream, unless_disconnected
 from zipage.server.structured import structured_output
 from zipage.server.tool_calls import call_style
+from zipage.server.tracing import RequestTracer, otlp_exporter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ _OPTIONS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats"),
+    *("skip_special_tokens", "kv_budget", "compression", "return_kv_stats", "kv_stats_layers"),
 )
 
 
@@ -68,6 +70,7 @@ class Serving:
         draining: set when the server shuts down: new requests are refused.
         reasons: whether reasoning is split off.
         think_end: the token that ends reasoning, if it is one.
+        tracer: makes spans of requests, if somebody wants them.
         call_style: how the model writes tool calls, ``hermes``, ``llama3_json`` or ``none``.
     """
 
@@ -100,6 +103,10 @@ class Serving:
         self.call_style = settings.tool_call_parser
         if self.call_style == "auto":
             self.call_style = call_style(template)
+        self.tracer: RequestTracer | None = None
+        if settings.otlp_traces_endpoint is not None:
+            exporter = otlp_exporter(settings.otlp_traces_endpoint)
+            self.tracer = RequestTracer(exporter, self.names[0])
         self.texts = TokenTexts(self.tokenizer)
         self._serial = itertools.count()
         # One thread: tokenizers are not safe to use from several, and a long text must not stop
@@ -107,9 +114,11 @@ class Serving:
         self._tokenizing = ThreadPoolExecutor(1, "zipage-tokenizer")
 
     def close(self) -> None:
-        """Stop the engine and the tokenizer's thread."""
+        """Stop the engine and the tokenizer's thread, and send the last spans."""
         self._tokenizing.shutdown()
         self.engine.shutdown()
+        if self.tracer is not None:
+            self.tracer.shutdown()
 
     async def tokenizing(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run what uses the tokenizer for long beside the event loop."""
@@ -265,7 +274,7 @@ class Serving:
             ApiError, ZipageError: the engine refused them, or failed before the first token.
             ClientDisconnected: nobody waits for the answer.
         """
-        generation = self._generation(jobs)
+        generation = self._generation(jobs, request)
         if stream:
             events = answer.events(generation, {"request_id": request_id_of(request)})
             # Errors until the first token have a status of their own.
@@ -275,13 +284,16 @@ class Serving:
             outputs = await unless_disconnected(request, generation.results())
         return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
 
-    def _generation(self, jobs: Sequence[Job]) -> Generation:
+    def _generation(self, jobs: Sequence[Job], request: Request) -> Generation:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
             message = f"{answers} answers are asked for at once, this server takes at most {room}"
             raise bad_request("prompt" if len(jobs) > 1 else "n", message)
-        return Generation(self.engine, jobs, self.settings.request_timeout)
+        ended: EndOfJob | None = None
+        if self.tracer is not None:
+            ended = functools.partial(self.tracer.ended, request.headers)
+        return Generation(self.engine, jobs, self.settings.request_timeout, ended)
 
 
 def request_id_of(request: Request) -> str:
@@ -294,10 +306,7 @@ def kv_stats(delta: Delta) -> dict[str, Any]:
     """What the API tells of a choice's KV cache."""
     completion = delta.completion
     return {
-        "compressions": [
-            {name: getattr(record, name) for name in record.__slots__}
-            for record in delta.compressions
-        ],
+        "compressions": [record.as_json() for record in delta.compressions],
         "evicted_tokens": completion.metrics.evicted_tokens,
         "peak_blocks": completion.metrics.peak_blocks,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class ServerSettings:
         ssl_keyfile_password: of the private key.
         ssl_ca_certs: PEM file of authorities; clients must then show a certificate of theirs.
         api_keys: keys of which clients must send one as ``Authorization: Bearer KEY`` to
-            ``/v1``, ``/tokenize`` and ``/detokenize``. None: no key is asked for.
+            ``/v1``, ``/tokenize``, ``/detokenize`` and the dashboard's figures. None: no key is
+            asked for.
         allowed_origins: origins whose web pages may use the server (CORS), ``*`` for all.
         served_model_names: what the model is called in requests; the first one is shown in
             answers that name none. None for its hub id, or the name of its directory and its path.
@@ -55,6 +57,9 @@ class ServerSettings:
         max_prompts: most prompts of a request.
         max_stop: most stop strings, and most stop token ids, of a request.
         max_logprobs: most alternatives at each token.
+        dashboard: serve the page at /dashboard.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of every request,
+            by OTLP over HTTP.
         log_prompts: log the bodies of requests (level info).
     """
 
@@ -84,6 +89,8 @@ class ServerSettings:
     max_prompts: int = 1024
     max_stop: int = 64
     max_logprobs: int = 20
+    dashboard: bool = True
+    otlp_traces_endpoint: str | None = None
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +131,12 @@ class ServerSettings:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}={shown(path)} is not a file")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", str(endpoint)):
+            raise ConfigError(
+                f"otlp_traces_endpoint={shown(endpoint)} must be a URL like "
+                "http://localhost:4318/v1/traces"
+            )
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         parse_bytes("max_body_size", self.max_body_size)

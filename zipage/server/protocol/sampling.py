@@ -100,6 +100,7 @@ class SamplingFields(RequestModel):
     kv_budget: int | None = None
     compression: Literal["on", "off"] | None = None
     return_kv_stats: bool | None = None
+    kv_stats_layers: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -131,7 +132,7 @@ class UsageInfo(BaseModel):
 
 
 class KVCompression(BaseModel):
-    """What one compression kept, see `zipage.outputs.CompressionRecord`."""
+    """What one compression kept, see `zipage.outputs.CompressionRecord`; bytes are in base64."""
 
     num_tokens: int
     length: int
@@ -140,6 +141,7 @@ class KVCompression(BaseModel):
     keepers: list[int]
     layer_positions: list[int]
     seconds: float
+    layer_keepers: str | None = None
 
 
 class KVStats(BaseModel):
