@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -88,7 +89,7 @@ def test_illegal_requests(schema: schemathesis.BaseSchema, label: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_phases() -> None:
+def test_all_phases(tmp_path: Path) -> None:
     """schemathesis' own command, thousands of requests to a server that asks for a key."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (LIMITS | SIZES).items()]
     server = Process("--port", "0", "--api-key", "first", "--log-level", "warning", *flags)
@@ -97,7 +98,7 @@ def test_all_phases() -> None:
     options += ["-H", "Authorization: Bearer first", "-n", "300", "--continue-on-failure"]
     try:
         done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, timeout=1800, check=False
+            [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=1800
         )
         print(done.stdout[-4000:])
         assert done.returncode == 0, done.stdout[-20000:]

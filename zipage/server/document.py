@@ -23,8 +23,8 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
     limits = _limits(serving)
     for name, schema in schemas.items():
         for field, described in schema.get("properties", {}).items():
-            key = field if name.endswith("Request") else f"{name}.{field}"
-            _limit(described, limits.get(key, {}))
+            usual = limits.get(field, {}) if name.endswith("Request") else {}
+            _limit(described, limits.get(f"{name}.{field}", usual))
     has_keys = bool(serving.settings.api_keys)
     if has_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -38,8 +38,7 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
 
 
 def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
-    """What fields of requests may be beyond their types, in JSON Schema's words. Those leave values
-    of other types alone: null stays legal."""
+    """What fields of requests, or of one schema, must be beyond their types, as JSON Schema."""
     settings, length = serving.settings, serving.engine.max_model_len - 1
     token_id = {"minimum": 0, "maximum": serving.engine.vocab_size - 1}
     alternatives = {"minimum": 0, "maximum": settings.max_logprobs}
@@ -53,7 +52,7 @@ def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
         "InputItem.type": {
             "enum": ["message", "reasoning", "function_call", "function_call_output", None]
         },
-        "prompt": {"minItems": 1, "minLength": 1, **token_id},
+        "CompletionRequest.prompt": {"minItems": 1, "minLength": 1, **token_id},
         "tokens": token_id,
         "n": {"minimum": 1, "maximum": settings.max_n},
         "temperature": {"minimum": 0, "maximum": MAX_TEMPERATURE},
@@ -71,7 +70,8 @@ def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
         "priority": {"minimum": -(2**31), "maximum": 2**31 - 1},
         "stop": {"minLength": 1, "maxItems": settings.max_stop},
         "stop_token_ids": {"maxItems": settings.max_stop, **token_id},
-        "max_tokens": {"minimum": 0, "maximum": length},
+        "CompletionRequest.max_tokens": {"minimum": 0, "maximum": length},
+        "max_tokens": {"minimum": 1, "maximum": length},
         "max_completion_tokens": {"minimum": 1, "maximum": length},
         "max_output_tokens": {"minimum": 1, "maximum": length},
         "min_tokens": {"minimum": 0, "maximum": length},
