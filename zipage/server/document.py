@@ -25,6 +25,11 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
         for field, described in schema.get("properties", {}).items():
             usual = limits.get(field, {}) if name.endswith("Request") else {}
             _limit(described, limits.get(f"{name}.{field}", usual))
+    # A message has content, or calls.
+    schemas["Message"]["anyOf"] = [
+        {"required": [field], "properties": {field: {"type": kinds, "minItems": 1}}}
+        for field, kinds in (("content", ["string", "array"]), ("tool_calls", ["array"]))
+    ]
     has_keys = bool(serving.settings.api_keys)
     if has_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
