@@ -15,7 +15,7 @@ import schemathesis
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.server.conftest import Process, listening
+from tests.server.conftest import CHAT, Process, listening
 from zipage import AsyncLLM
 
 #: Short answers, few at a time.
@@ -83,6 +83,19 @@ def test_legal_requests(schema: schemathesis.BaseSchema, label: str) -> None:
 def test_illegal_requests(schema: schemathesis.BaseSchema, label: str) -> None:
     statuses = ask(schema, label, NEGATIVE, 15)
     assert statuses[200] == 0 and statuses.total() >= 15
+
+
+@pytest.mark.parametrize(
+    "label", [label for label in ANSWERED if "/v1/" in label and "POST" in label]
+)
+def test_streams(schema: schemathesis.BaseSchema, label: str) -> None:
+    operation = schema.find_operation_by_label(label)
+    assert operation is not None
+    # Fields of other operations are ignored.
+    body = {"prompt": "Add", "messages": CHAT, "input": "Add", "stream": True}
+    case = operation.Case(body=body, media_type="application/json")
+    answer = case.call_and_validate(timeout=60, excluded_checks=[positive_data_acceptance])
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
 
 
 @pytest.mark.slow

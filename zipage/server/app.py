@@ -114,7 +114,10 @@ _GENERATION_ERRORS = (*_TEXT_ERRORS, 429, 504)
 
 def _streams(model: type | None, description: str) -> dict[str, Any]:
     """Documentation of an answer that is an object, or a stream of events."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+    text = {"type": "string"}
+    # OpenAPI 3.2's word for what each event is.
+    events = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
+    content: dict[str, Any] = {"text/event-stream": {"itemSchema": events}}
     return {"model": model, "content": content, "description": description}
 
 
