@@ -34,11 +34,20 @@ FILE = st.just(__file__)
 #: Legal values; None stands beside them where it is the default.
 LEGAL: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(
-        ("host", "uds", "ssl_keyfile_password", "model", "tokenizer", "revision"), NAMES
+        (
+            "host",
+            "uds",
+            "ssl_keyfile_password",
+            "model",
+            "tokenizer",
+            "revision",
+        ),
+        NAMES,
     ),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "chat_template"), FILE),
     **dict.fromkeys(("api_keys", "allowed_origins", "served_model_names"), LISTS),
     **dict.fromkeys(("max_body_size", "kv_cache_memory"), st.sampled_from(["2GiB", "10000000"])),
+    "otlp_traces_endpoint": st.just("http://localhost:4318/v1/traces"),
     "port": st.integers(0, 65535),
     "reasoning_parser": st.sampled_from(["think", "none"]),
     "tool_call_parser": st.sampled_from(["hermes", "llama3_json", "none"]),

@@ -34,6 +34,7 @@ ANSWERED = {
     "GET /v1/models/{model}": 0.0,
     "GET /health": 1.0,
     "GET /version": 1.0,
+    "GET /metrics": 1.0,
 }
 
 
