@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 
 help: ## show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,12 @@ test: $(VENV)/.installed-dev ## run the tests
 test-slow: $(VENV)/.installed-dev ## run the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
+test-clients: ## run lm-eval and litellm against a server, in a virtual environment of their own
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]' \
+		-r tests/server/clients/requirements.txt
+	$(VENV)-clients/bin/python -m pytest tests/server/clients
+
 lint: $(VENV)/.installed-dev ## check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,6 +43,6 @@ types: $(VENV)/.installed-dev ## check types
 	$(BIN)/mypy
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 
-.PHONY: help install demo test test-slow lint types clean
+.PHONY: help install demo test test-slow test-clients lint types clean

@@ -16,7 +16,7 @@ from tests.engine.small_model import make_small_llm
 from tests.engine.workload import greedy
 from tests.observe.test_trace import TIGHT, prompts
 from zipage import RequestError
-from zipage.observe.logs import JsonFormatter, configure_logging
+from zipage.observe.logs import JsonFormatter, TextFormatter, configure_logging
 
 SECRET = "a prompt nobody may read in a log"
 
@@ -116,6 +116,23 @@ def test_json_lines_hold_fields_and_exceptions() -> None:
     entry = json.loads(second)
     assert entry["path"] == "/x" and "KeyError: 'lost'" in entry["exception"]
     assert entry["exception"].startswith("Traceback")
+
+
+def test_a_text_message_is_one_line() -> None:
+    """Whatever a client put in it."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(TextFormatter())
+    logger = logging.Logger("zipage.test")
+    logger.addHandler(handler)
+    logger.info("GET /%s é", "a\n2026 INFO zipage: forged\x1b[2J\u2028\ud800")
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("GET /a\\n2026 INFO zipage: forged\\x1b[2J\\u2028\\ud800 é")
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        logger.exception("failed")
+    assert stream.getvalue().endswith("KeyError: 'lost'\n")
 
 
 def test_configuring_twice_writes_once(

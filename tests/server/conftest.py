@@ -103,6 +103,7 @@ def listening(
     config = uvicorn.Config(app, log_config=None, access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", settings.get("port", 0))) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as `run_server` does
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         arguments = {"sockets": [listener]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import pytest
 
 from tests.cli.invoke import invoke
 from tests.server.conftest import Process
+from zipage.server.run import _listening
+from zipage.server.settings import ServerSettings
 
 SMALL = ["--num-kv-blocks", "100", "--block-size", "16", "--kv-budget", "none"]
 
@@ -105,6 +108,16 @@ def fails(*arguments: str) -> str:
     result = invoke("serve", *arguments)
     assert result.exit_code == 2, result.output
     return " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_writes_do_not_wait_for_each_other() -> None:
+    with (
+        _listening(ServerSettings(port=0)) as (listener, _),
+        socket.create_connection(listener.getsockname()) as _,
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:

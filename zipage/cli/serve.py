@@ -49,20 +49,22 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
         given = {}
     if not isinstance(given, dict):
         raise typer.BadParameter(f"{path} must be a mapping from options to values")
-    names: dict[str, str] = {}
+    names: dict[str, Any] = {}
     for parameter in ctx.command.params:
         flags = [flag.lstrip("-").replace("-", "_") for flag in parameter.opts]
-        names |= dict.fromkeys([*flags, str(parameter.name)], str(parameter.name))
+        names |= dict.fromkeys([*flags, str(parameter.name)], parameter)
     for unusable in ("config", "help"):
         names.pop(unusable, None)
     defaults: dict[str, Any] = {}
     for key, value in given.items():
-        name = names.get(str(key).replace("-", "_"))
-        if name is None:
+        option = names.get(str(key).replace("-", "_"))
+        if option is None:
             near = difflib.get_close_matches(str(key), names, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise typer.BadParameter(f"{path} has the unknown option {key!r}{hint}")
-        defaults[name] = _as_flag(value)
+        # Not every option whose default is null has a word for it.
+        if value is not None or option.default is not None:
+            defaults[str(option.name)] = _as_flag(value)
     ctx.default_map = defaults
     return path
 

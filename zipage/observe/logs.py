@@ -13,7 +13,6 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 #: What every record has; the rest are the fields of its message.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,6 +36,21 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             entry["stack"] = self.formatStack(record.stack_info)
         return json.dumps(entry, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """A line a message, whatever clients sent: what would break or colour lines is escaped.
+    Tracebacks follow on lines of their own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        line = super().formatMessage(record)
+        if line.isprintable():
+            return line
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 class _StderrHandler(logging.Handler):
@@ -67,7 +81,7 @@ def configure_logging(log_level: str = "warning", log_format: LogFormat = "text"
     for handler in [h for h in logger.handlers if isinstance(h, _StderrHandler)]:
         logger.removeHandler(handler)
     handler = _StderrHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logger.addHandler(handler)
     logger.setLevel(log_level.upper())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
 from zipage.server.dashboard.routes import Dashboard
+from zipage.server.document import openapi_document
 from zipage.server.errors import (
     ApiError,
     bad_request,
@@ -32,7 +33,7 @@ from zipage.server.errors import (
     unavailable,
 )
 from zipage.server.metrics import ServerMetrics
-from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope, is_protected
+from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope
 from zipage.server.protocol.chat import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -113,7 +114,10 @@ _GENERATION_ERRORS = (*_TEXT_ERRORS, 429, 504)
 
 def _streams(model: type | None, description: str) -> dict[str, Any]:
     """Documentation of an answer that is an object, or a stream of events."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+    text = {"type": "string"}
+    # OpenAPI 3.2's word for what each event is.
+    events = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
+    content: dict[str, Any] = {"text/event-stream": {"itemSchema": events}}
     return {"model": model, "content": content, "description": description}
 
 
@@ -153,7 +157,9 @@ def create_app(
     )
     app.router.route_class = _JSONRoute
     app.state.serving, app.state.metrics = serving, metrics
-    app.openapi = lambda: _document(app, bool(settings.api_keys))  # type: ignore[method-assign]
+    app.openapi = functools.cache(  # type: ignore[method-assign]
+        lambda: openapi_document(app, serving)
+    )
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(ZipageError, on_zipage_error)
@@ -176,30 +182,6 @@ def create_app(
         )
     app.add_middleware(RequestScope, answered=metrics.answered)
     return app
-
-
-def _document(app: FastAPI, has_keys: bool) -> dict[str, Any]:
-    """The OpenAPI document, of what is really answered."""
-    if app.openapi_schema is None:
-        document = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
-        schemas = document["components"]["schemas"]
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        protected: list[dict[str, Any]] = [{"key": []}] if has_keys else []
-        if has_keys:
-            document["components"]["securitySchemes"] = {
-                "key": {"type": "http", "scheme": "bearer"}
-            }
-        for path, operations in document["paths"].items():
-            for operation in operations.values():
-                # FastAPI's own answer to malformed bodies; here it is 400.
-                operation["responses"].pop("422", None)
-                if protected and is_protected(path):
-                    operation["security"] = protected
-        app.openapi_schema = document
-    return app.openapi_schema
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:

@@ -155,10 +155,11 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                name = f"messages[{index}].content[{position}]"
                 raise bad_request(
                     f"messages.{index}.content",
-                    f"{name} is of type {part.type!r}: only text is understood",
+                    f"messages[{index}].content[{position}] is of type {part.type!r}"
+                    + (" and has none" if part.type.endswith("text") else "")
+                    + ": only text is understood",
                 )
         fields["content"] = "".join(part.text or "" for part in message.content)
     if "reasoning" in fields:

@@ -130,6 +130,9 @@ def _listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     except OSError as error:
         raise ConfigError(f"can't listen on {host}:{settings.port}: {error}") from None
     with contextlib.closing(listener):
+        # Else an answer's second write (a body, a token) waits for the client to acknowledge the
+        # first, 40 ms: asyncio sees to it only for sockets it made. Connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         shown = f"[{host}]" if ":" in host else host
         yield listener, f"{scheme}://{shown}:{listener.getsockname()[1]}"
 
