@@ -12,9 +12,6 @@ from tests.server.scripted import ScriptedEngine, tiny_tokenizer
 from tests.server.test_chat import HERMES, TOOLS, joined
 from zipage.sampling_params import SamplingParams
 
-if "structured_outputs" not in SamplingParams.__dataclass_fields__:
-    pytest.skip("this engine has no structured output", allow_module_level=True)
-
 URL = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
