@@ -10,7 +10,6 @@ import pytest
 from tests.server.conftest import CHAT, Client
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
 from tests.server.test_chat import HERMES, TOOLS, joined
-from zipage.sampling_params import SamplingParams
 
 URL = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
