@@ -25,6 +25,9 @@ from zipage.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+#: Seconds an idle connection is kept. Longer than clients and proxies keep theirs (5 to 60), so that
+#: none of them sends a request while the server closes.
+_KEEP_ALIVE = 75
 
 
 class _Server(uvicorn.Server):
@@ -99,6 +102,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
