@@ -97,10 +97,10 @@ def by_process(
     """`EngineProcessClient` in this process."""
 
     async def ask(prompt: list[int]) -> tuple[int, float]:
-        first = 0.0
+        first, tokens = 0.0, 0
         async for output in client.generate(prompt, params):
             first = first or time.perf_counter()
-        tokens = output.usage.completion_tokens
+            tokens = output.usage.completion_tokens
         return tokens, (time.perf_counter() - first) / max(1, tokens - 1)
 
     async def run() -> tuple[int, list[float]]:

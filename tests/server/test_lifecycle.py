@@ -47,6 +47,35 @@ def test_a_client_that_goes_away(engine: AsyncLLM, live: str, stream: bool) -> N
     assert engine.stats().last_step.index - steps < 1000, "it was not run to its end"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_its_blocks_are_back_within_two_steps(
+    caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """Two steps after the server has seen that the client went away, while others go on."""
+    steps: list[tuple[float, int]] = []
+    options: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 300, "kv_budget": None}
+    llm = AsyncLLM(
+        **options,
+        on_step=lambda stats: steps.append((time.time(), stats.last_step.num_running)),
+    )
+    with listening(llm) as (url, _), caplog.at_level("INFO", logger="zipage.server.access"):
+        other = connection(url, {**ENDLESS, "stream": True})
+        client = connection(url, {**ENDLESS, "n": 3, "stream": stream})
+        wait_until(lambda: llm.stats().running == 4)
+        closed = time.time()
+        client.close()
+        wait_until(lambda: llm.stats().running == 1)
+        owned = llm.stats().blocks_owned
+        assert 0 < owned < 140, "those of the other one"
+        wait_until(lambda: caplog.records)
+        seen = caplog.records[0].created
+        assert caplog.records[0].status == 499  # type: ignore[attr-defined]
+        late = [at for at, running in steps if running == 4 and at > seen]
+        assert len(late) <= 2 and seen - closed < 5
+        other.close()
+    llm.shutdown()
+
+
 def test_a_client_that_goes_away_while_it_waits(engine: AsyncLLM, live: str) -> None:
     """Also requests of a batch, and those that have no token yet."""
     client = connection(live, {**ENDLESS, "prompt": [SUM] * 40, "stream": True})

@@ -123,6 +123,7 @@ class Load:
         watching = asyncio.create_task(self.watch())
         await asyncio.gather(*(self.client(number, seconds) for number in range(clients)))
         watching.cancel()
+        wire.close()
         # A request that needs every block; it is answered if no other has any.
         prompt = [6] * (POOL_TOKENS - 100)
         await wire.send(COMPLETIONS, {"prompt": prompt, "max_tokens": 99, "ignore_eos": True})
@@ -226,7 +227,8 @@ def test_load(processes: list[Process], clients: int, seconds: float) -> None:
     print(
         f"\n{clients} clients, {seconds:g} s: {dict(sorted(load.seen.items()))}\n"
         f"/health: median {median:.0f} ms, p99 {slow:.0f} ms; the server waited {waited:.0f} s "
-        f"for a core\nMB {load.memory[0]} -> {load.memory[-1]}, grown {grown}"
+        f"for a core\nMB {[[round(mb) for mb in one] for one in load.memory[:: int(seconds // 10)]]}, "
+        f"grown {grown}"
     )
     assert not load.wrong, load.wrong[0]
     legal = {"stream: right", "whole: right", "leaves", "gives up", "deaf", "bad: 400"}

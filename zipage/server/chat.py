@@ -132,6 +132,7 @@ class _Answer:
             yield b""
             try:
                 async for _, output in generation.updates():
+                    events = b""
                     for completion in output.outputs:
                         delta = self._trackers[completion.index].update(completion)
                         if delta is None:
@@ -144,7 +145,9 @@ class _Answer:
                                 chunk["usage"] = None
                             if self._body.return_token_ids and "role" in choice["delta"]:
                                 chunk["prompt_token_ids"] = output.prompt_token_ids
-                            yield event(chunk)
+                            events += event(chunk)
+                    if events:  # at once, as each write is a system call
+                        yield events
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return

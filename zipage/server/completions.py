@@ -101,14 +101,16 @@ class _Answer:
             yield b""
             try:
                 async for position, output in generation.updates():
-                    outputs[position] = output
+                    outputs[position], events = output, b""
                     for choice in self._choices(position, output):
                         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
                         if continuous:
                             chunk["usage"] = self._usage([output])
                         elif counts:
                             chunk["usage"] = None
-                        yield event(chunk)
+                        events += event(chunk)
+                    if events:  # at once, as each write is a system call
+                        yield events
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return

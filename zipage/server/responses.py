@@ -214,8 +214,9 @@ class _Answer:
             yield numbered("response.in_progress", {"response": started})
             try:
                 async for _, output in generation.updates():
-                    for kind, fields in self._take(output):
-                        yield numbered(kind, fields)
+                    events = [numbered(*told) for told in self._take(output)]
+                    if events:  # at once, as each write is a system call
+                        yield b"".join(events)
             except Exception as error:
                 answer = stream_error(error, log_fields).body()
                 yield numbered("error", {**answer["error"], **answer})

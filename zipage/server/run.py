@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import stat
@@ -25,9 +26,11 @@ from zipage.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-#: Seconds an idle connection is kept. Longer than clients and proxies keep theirs (5 to 60), so that
-#: none of them sends a request while the server closes.
+#: Seconds an idle connection is kept: longer than by clients and proxies (5 to 60), so that none of
+#: them sends a request just when the server closes it.
 _KEEP_ALIVE = 75
+#: Open files asked for, if the limit set by the administrator allows: every connection is one.
+_OPEN_FILES = 65536
 
 
 class _Server(uvicorn.Server):
@@ -75,6 +78,7 @@ def run_server(
     Raises:
         ConfigError: the address cannot be listened on, or the certificate cannot be used.
     """
+    _raise_limit_of_open_files()
     try:
         with _listening(settings) as (listener, url):
             app = create_app(engine, settings)
@@ -89,6 +93,14 @@ def run_server(
     finally:
         engine.shutdown()
     return 1 if server.died else 0
+
+
+def _raise_limit_of_open_files() -> None:
+    # 1024 is usual, and a server that cannot open another one accepts no connection.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:

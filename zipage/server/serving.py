@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import logging
 import time
@@ -33,6 +34,8 @@ from zipage.server.tool_calls import call_style
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+#: Characters from which on a text is tokenised apart from shorter ones.
+_LONG_TEXT = 1 << 18
 NO_TOKENIZER = "the model has no tokenizer: send token ids to /v1/completions"
 #: Fields of a request that are options of `SamplingParams` of the same name.
 _OPTIONS = (
@@ -102,21 +105,38 @@ class Serving:
             self.call_style = call_style(template)
         self.texts = TokenTexts(self.tokenizer)
         self._serial = itertools.count()
-        # One thread: tokenizers are not safe to use from several, and a long text must not stop
-        # the event loop.
+        # Threads, as a long text must not stop the event loop; a tokenizer each, as they are not
+        # safe to use from several; one for long texts, which take seconds, as short ones shall not
+        # wait for them.
         self._tokenizing = ThreadPoolExecutor(1, "zipage-tokenizer")
+        self._tokenizing_long = ThreadPoolExecutor(1, "zipage-tokenizer-long")
+        self._copied_tokenizer: Any = None
 
     def close(self) -> None:
         """Stop the engine and the tokenizer's thread."""
         self._tokenizing.shutdown()
+        self._tokenizing_long.shutdown()
         self.engine.shutdown()
 
-    async def tokenizing(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run what uses the tokenizer for long beside the event loop."""
+    async def tokenizing(self, size: int, function: Callable[[Any], _T]) -> _T:
+        """Run what uses the tokenizer beside the event loop.
+
+        Args:
+            size: characters or tokens that it is about.
+            function: is given the tokenizer.
+        """
         if self.tokenizer is None:
             raise bad_request(None, NO_TOKENIZER)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, function, *arguments)
+        if size < _LONG_TEXT:
+            return await loop.run_in_executor(self._tokenizing, function, self.tokenizer)
+
+        def run() -> _T:
+            if self._copied_tokenizer is None:
+                self._copied_tokenizer = copy.deepcopy(self.tokenizer)
+            return function(self._copied_tokenizer)
+
+        return await loop.run_in_executor(self._tokenizing_long, run)
 
     # ------------------------------------------------------------------ checks
 
