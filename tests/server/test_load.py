@@ -224,11 +224,12 @@ def test_load(processes: list[Process], clients: int, seconds: float) -> None:
     median, slow = (1000 * float(value) for value in told.split())
     grown = [growth(list(one)) for one in zip(*load.memory, strict=True)]
     waited = int(Path(f"/proc/{number}/schedstat").read_text().split()[1]) / 1e9
+    every = int(seconds / 10)
+    over_time = [[round(mb) for mb in one] for one in load.memory[::every]]
     print(
         f"\n{clients} clients, {seconds:g} s: {dict(sorted(load.seen.items()))}\n"
         f"/health: median {median:.0f} ms, p99 {slow:.0f} ms; the server waited {waited:.0f} s "
-        f"for a core\nMB {[[round(mb) for mb in one] for one in load.memory[:: int(seconds // 10)]]}, "
-        f"grown {grown}"
+        f"for a core\nMB {over_time}, grown {grown}"
     )
     assert not load.wrong, load.wrong[0]
     legal = {"stream: right", "whole: right", "leaves", "gives up", "deaf", "bad: 400"}

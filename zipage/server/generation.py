@@ -46,13 +46,18 @@ class Generation:
         engine: runs them.
         jobs: what to run.
         timeout: seconds they may take; None for no limit.
+        final_only: whether only the last outputs are wanted.
     """
 
     def __init__(
-        self, engine: EngineClient, jobs: Sequence[Job], timeout: float | None = None
+        self,
+        engine: EngineClient,
+        jobs: Sequence[Job],
+        timeout: float | None = None,
+        final_only: bool = False,
     ) -> None:
         self.jobs = jobs
-        self._engine, self._timeout = engine, timeout
+        self._engine, self._timeout, self._final_only = engine, timeout, final_only
         self._pending: dict[int, RequestOutput] = {}
         self._unfinished = len(jobs)
         self._error: BaseException | None = None
@@ -110,7 +115,12 @@ class Generation:
     async def _read(self, index: int, job: Job) -> None:
         prompt = {"prompt_token_ids": job.token_ids, "prompt": job.text}
         stream = self._engine.generate(
-            prompt, job.params, job.request_id, priority=job.priority, salt=job.salt
+            prompt,
+            job.params,
+            job.request_id,
+            priority=job.priority,
+            salt=job.salt,
+            final_only=self._final_only,
         )
         try:
             async with contextlib.aclosing(cast(AsyncGenerator[RequestOutput, None], stream)):

@@ -285,7 +285,7 @@ class Serving:
             ApiError, ZipageError: the engine refused them, or failed before the first token.
             ClientDisconnected: nobody waits for the answer.
         """
-        generation = self._generation(jobs)
+        generation = self._generation(jobs, final_only=not stream)
         if stream:
             events = answer.events(generation, {"request_id": request_id_of(request)})
             # Errors until the first token have a status of their own.
@@ -295,13 +295,13 @@ class Serving:
             outputs = await unless_disconnected(request, generation.results())
         return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
 
-    def _generation(self, jobs: Sequence[Job]) -> Generation:
+    def _generation(self, jobs: Sequence[Job], final_only: bool) -> Generation:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
             message = f"{answers} answers are asked for at once, this server takes at most {room}"
             raise bad_request("prompt" if len(jobs) > 1 else "n", message)
-        return Generation(self.engine, jobs, self.settings.request_timeout)
+        return Generation(self.engine, jobs, self.settings.request_timeout, final_only)
 
 
 def request_id_of(request: Request) -> str:
