@@ -16,7 +16,7 @@ from zipage.server.errors import bad_request
 from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import CompletionLogprobWriter
 from zipage.server.prompts import TextPrompt, text_prompts
-from zipage.server.protocol.completions import CompletionRequest, CompletionResponse
+from zipage.server.protocol.completions import CompletionRequest
 from zipage.server.serving import Serving, kv_stats, request_id_of, usage
 from zipage.server.streaming import (
     DONE,
@@ -80,13 +80,12 @@ class _Answer:
         as_ids = body.return_tokens_as_token_ids or False
         self._logprobs = [CompletionLogprobWriter(as_ids) for _ in range(count)]
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed, a `CompletionResponse`."""
         choices = []
         for position, output in enumerate(outputs):
             choices += self._choices(position, output)
-        fields = {**self._head, "choices": choices, "usage": self._usage(outputs)}
-        return CompletionResponse.model_validate(fields)
+        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
     async def events(
         self, generation: Generation, log_fields: dict[str, Any]

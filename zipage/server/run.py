@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -88,6 +89,10 @@ def run_server(
             server = _Server(
                 config, serving, lambda: announce(f"Zipage serves {names} at {url} (API: {url}/v1)")
             )
+            # What is there now stays: collections need not look at it again, some tenths of a
+            # second each time, in which no request is answered.
+            gc.collect()
+            gc.freeze()
             with _signals_are_uvicorns():
                 server.run(sockets=[listener])
     finally:

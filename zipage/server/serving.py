@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +26,7 @@ from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import CLOSE, uses_think_tags
 from zipage.server.settings import ServerSettings
-from zipage.server.streaming import EventStream, unless_disconnected
+from zipage.server.streaming import EventStream, encode, unless_disconnected
 from zipage.server.structured import structured_output
 from zipage.server.tool_calls import call_style
 
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 #: Characters from which on a text is tokenised apart from shorter ones.
 _LONG_TEXT = 1 << 18
+#: Tokens and alternatives from which on an answer is written beside the event loop.
+_LARGE_ANSWER = 2_000
 NO_TOKENIZER = "the model has no tokenizer: send token ids to /v1/completions"
 #: Fields of a request that are options of `SamplingParams` of the same name.
 _OPTIONS = (
@@ -49,8 +50,8 @@ _OPTIONS = (
 class Answer(Protocol):
     """How the outputs of a request are told."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed, as a JSON object."""
 
     def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -293,7 +294,15 @@ class Serving:
             return EventStream(events, self.settings.stall_timeout)
         async with generation:
             outputs = await unless_disconnected(request, generation.results())
-        return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
+
+        def write() -> bytes:
+            return encode(answer.whole(outputs))
+
+        tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        entries = tokens * (1 + (jobs[0].params.logprobs or 0))
+        # Megabytes take seconds, in which no other request shall wait.
+        data = await asyncio.to_thread(write) if entries > _LARGE_ANSWER else write()
+        return Response(data, media_type="application/json")
 
     def _generation(self, jobs: Sequence[Job], final_only: bool) -> Generation:
         most = self.settings.max_queued_requests
