@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
-#: JSON of dicts, without the checks of a model, which would take most of a stream's time.
+#: JSON of dicts, without the checks of a model, which take seconds for a large answer.
 encode = msgspec.json.Encoder().encode
 
 
