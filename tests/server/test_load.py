@@ -207,7 +207,7 @@ def open_files(process: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("clients", "seconds"), [(40, 12.0), pytest.param(200, 600.0, marks=pytest.mark.slow)]
+    ("clients", "seconds"), [(40, 8.0), pytest.param(200, 600.0, marks=pytest.mark.slow)]
 )
 def test_load(processes: list[Process], clients: int, seconds: float) -> None:
     server = Process(*FLAGS)
@@ -216,7 +216,7 @@ def test_load(processes: list[Process], clients: int, seconds: float) -> None:
     children = Path(f"/proc/{number}/task/{number}/children").read_text()
     numbers = [number, *map(int, children.split())]
     files = open_files(number)
-    load = Load(server.url, numbers, 12 if seconds < 60 else 40)
+    load = Load(server.url, numbers, 8 if seconds < 60 else 40)
     command = [sys.executable, "-c", PROBE, server.url[7:], str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
         asyncio.run(load.run(clients, seconds))
@@ -224,7 +224,7 @@ def test_load(processes: list[Process], clients: int, seconds: float) -> None:
     median, slow = (1000 * float(value) for value in told.split())
     grown = [growth(list(one)) for one in zip(*load.memory, strict=True)]
     waited = int(Path(f"/proc/{number}/schedstat").read_text().split()[1]) / 1e9
-    every = int(seconds / 10)
+    every = max(1, len(load.memory) // 10)
     over_time = [[round(mb) for mb in one] for one in load.memory[::every]]
     print(
         f"\n{clients} clients, {seconds:g} s: {dict(sorted(load.seen.items()))}\n"

@@ -50,24 +50,40 @@ class Wire:
         Raises:
             Gone: it is not complete.
         """
+        status, length = await self.head()
+        return status, await self.body(length, pause)
+
+    async def head(self) -> tuple[int, int | None]:
+        """Read the head of an answer: its status, and the body's length unless it is streamed.
+
+        Raises:
+            Gone: it is not complete.
+        """
         try:
-            status, length = await self._head()
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise Gone from error
+        _, _, length = head.partition("\r\ncontent-length: ")
+        return int(head.split()[1]), int(length.split()[0]) if length else None
+
+    async def body(self, length: int | None, pause: float = 0.0) -> str:
+        """Read the body of an answer.
+
+        Raises:
+            Gone: it is not complete.
+        """
+        try:
             if length is not None:
-                return status, (await self.reader.readexactly(length)).decode()
+                return (await self.reader.readexactly(length)).decode()
             parts = []
             while size := int(await self.reader.readuntil(b"\r\n"), 16):
                 parts.append((await self.reader.readexactly(size + 2))[:-2])
                 if pause:
                     await asyncio.sleep(pause)
             await self.reader.readexactly(2)
-            return status, b"".join(parts).decode()
+            return b"".join(parts).decode()
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise Gone from error
-
-    async def _head(self) -> tuple[int, int | None]:
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
-        _, _, length = head.partition("\r\ncontent-length: ")
-        return int(head.split()[1]), int(length.split()[0]) if length else None
 
     def close(self, abruptly: bool = False) -> None:
         """Close the connection, perhaps with a reset."""
