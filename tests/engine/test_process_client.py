@@ -191,6 +191,27 @@ def test_outputs_grow(client: EngineProcessClient) -> None:
     run(read())
 
 
+def test_only_the_last_output(client: EngineProcessClient, options: dict[str, Any]) -> None:
+    async def outputs(engine: EngineClient, params: Any, final_only: bool) -> list[RequestOutput]:
+        stream = engine.generate(PROMPT, params, final_only=final_only)
+        return [output async for output in stream]
+
+    def answers(output: RequestOutput) -> list[Any]:
+        names = ("text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob")
+        return [[getattr(one, name) for name in names] for one in output.outputs]
+
+    thread = AsyncLLM(**{**options, "num_kv_blocks": 200})
+    for stop in (None, "7"):
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=60, n=2, stop=stop, logprobs=2)
+        *earlier, last = run(outputs(client, params, False))
+        assert len(earlier) > 5
+        for engine in (client, thread):
+            (only,) = run(outputs(engine, params, True))
+            assert only.finished and answers(only) == answers(last)
+            assert only.metrics.time_to_first_token
+    thread.shutdown()
+
+
 def test_stop_string_ends_the_request_in_the_engine(
     client: EngineProcessClient, solo: LLM, steps: Steps
 ) -> None:

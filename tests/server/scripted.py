@@ -64,6 +64,7 @@ class ScriptedEngine:
         *,
         priority: int = 0,
         salt: str = "",
+        final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         assert sampling_params is not None
         if not self.is_running:

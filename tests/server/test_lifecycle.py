@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.conftest import SUM, listening, wait_until
 from zipage import AsyncLLM
+from zipage.server import streaming
 
 ENDLESS = {"prompt": SUM, "max_tokens": 1900, "ignore_eos": True}
 
@@ -45,6 +46,40 @@ def test_a_client_that_goes_away(engine: AsyncLLM, live: str, stream: bool) -> N
     client.close()
     wait_until(lambda: is_idle(engine))
     assert engine.stats().last_step.index - steps < 1000, "it was not run to its end"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_its_blocks_are_back_within_two_steps(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Two steps after the server has seen that the client went away, while others go on."""
+    steps: list[tuple[float, int]] = []
+    seen: list[float] = []
+    wait_for_end = streaming._disconnected
+
+    async def noticing(receive: Any) -> None:
+        await wait_for_end(receive)
+        seen.append(time.time())
+
+    monkeypatch.setattr(streaming, "_disconnected", noticing)
+    options: dict[str, Any] = {"block_size": 16, "num_kv_blocks": 300, "kv_budget": None}
+    llm = AsyncLLM(
+        **options,
+        on_step=lambda stats: steps.append((time.time(), stats.last_step.num_running)),
+    )
+    with listening(llm) as (url, _):
+        other = connection(url, {**ENDLESS, "stream": True})
+        client = connection(url, {**ENDLESS, "n": 3, "stream": stream})
+        wait_until(lambda: llm.stats().running == 4)
+        closed = time.time()
+        client.close()
+        wait_until(lambda: llm.stats().running == 1)
+        owned = llm.stats().blocks_owned
+        assert 0 < owned < 140, "those of the other one"
+        late = [at for at, running in steps if running == 4 and at > seen[0]]
+        assert len(late) <= 2 and seen[0] - closed < 5
+        other.close()
+    llm.shutdown()
 
 
 def test_a_client_that_goes_away_while_it_waits(engine: AsyncLLM, live: str) -> None:

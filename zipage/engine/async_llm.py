@@ -74,6 +74,7 @@ class AsyncLLM(EngineClient):
         priority: int,
         salt: str,
         stream: OutputStream,
+        final_only: bool,
     ) -> Callable[[], None]:
         loop = self._loop
         accepted = False
@@ -84,7 +85,9 @@ class AsyncLLM(EngineClient):
 
         def submit() -> None:
             try:
-                loop.engine.add_request(prompt, params, name, priority, stream=True, salt=salt)
+                loop.engine.add_request(
+                    prompt, params, name, priority, stream=not final_only, salt=salt
+                )
             except Exception as error:
                 stream.fail(error)
                 wake([stream])

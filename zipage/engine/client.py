@@ -184,6 +184,7 @@ class EngineClient(ABC):
         priority: int = 0,
         salt: str = "",
         timeout: float | None = None,
+        final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a prompt; yields the output so far after new tokens.
 
@@ -197,6 +198,7 @@ class EngineClient(ABC):
             priority: lower runs earlier.
             salt: requests share prefix-cache blocks only with requests of equal salt.
             timeout: seconds after which the request is aborted; None for no limit.
+            final_only: yield only the last output, which costs less than all of them.
 
         Raises:
             RequestError: the request is refused.
@@ -226,7 +228,7 @@ class EngineClient(ABC):
         try:
             if timeout is not None:
                 expiry = asyncio.get_running_loop().call_later(timeout, expire)
-            withdraw = await self._submit(prompt, params, name, priority, salt, stream)
+            withdraw = await self._submit(prompt, params, name, priority, salt, stream, final_only)
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -325,6 +327,7 @@ class EngineClient(ABC):
         priority: int,
         salt: str,
         stream: OutputStream,
+        final_only: bool,
     ) -> Callable[[], None]:
         """Queue a request whose outputs go to `stream`; returns what withdraws it, if it runs."""
 

@@ -103,16 +103,17 @@ class EngineProcessClient(EngineClient):
         priority: int,
         salt: str,
         stream: OutputStream,
+        final_only: bool,
     ) -> Callable[[], None]:
         front = self._front
         front.check_alive()
         make = front.inputs.process
         if _is_long(prompt) or getattr(params, "structured_outputs", None) is not None:
             request, text = await asyncio.to_thread(
-                make, prompt, params, name, priority, salt, stream=True
+                make, prompt, params, name, priority, salt, stream=not final_only
             )
         else:
-            request, text = make(prompt, params, name, priority, salt, stream=True)
+            request, text = make(prompt, params, name, priority, salt, stream=not final_only)
         front.submit(request, text, stream)
         return lambda: front.withdraw(name, stream)
 
@@ -249,8 +250,9 @@ class _Front:
     def submit(self, request: EngineRequest, text: str | None, stream: OutputStream) -> None:
         """Queue a request."""
         sent = request
-        if request.params.stop:  # found here, so that the engine need not know
-            sent = replace(request, params=replace(request.params, stop=None))
+        if request.params.stop:
+            # Found here, so that the engine need not know; the metrics must be known by then.
+            sent = replace(request, params=replace(request.params, stop=None), stream=True)
         with self._lock:
             self.check_alive()
             try:

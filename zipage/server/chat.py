@@ -16,7 +16,7 @@ from zipage.server.errors import bad_request
 from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import chat_logprobs
 from zipage.server.prompts import ChatPrompt, chat_prompt
-from zipage.server.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
+from zipage.server.protocol.chat import ChatCompletionRequest
 from zipage.server.serving import Serving, kv_stats, request_id_of, usage
 from zipage.server.streaming import (
     DONE,
@@ -84,8 +84,8 @@ class _Answer:
         ]
         self._trackers = [DeltaTracker() for _ in range(params.n)]
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed, a `ChatCompletionResponse`."""
         (output,) = outputs
         choices = []
         for completion in output.outputs:
@@ -98,6 +98,8 @@ class _Answer:
             calls = joined_calls(piece.tool_calls + rest.tool_calls)
             reasoning_shown = reasoning if reasoning and self._shows_reasoning else None
             message: dict[str, Any] = {
+                "role": "assistant",
+                "refusal": None,
                 # As in OpenAI's API there is no content beside calls, unless the model wrote some.
                 "content": content if content or not calls else None,
                 "reasoning_content": reasoning_shown,
@@ -108,15 +110,17 @@ class _Answer:
                 {
                     "index": completion.index,
                     "message": message,
+                    "logprobs": None,
                     "finish_reason": parser.finish_reason(completion),
                     "stop_reason": completion.stop_reason,
                     **self._extras(delta),
                 }
             )
-        fields = {**self._head, "choices": choices, "usage": self._usage(output)}
+        fields = {**self._head, "object": "chat.completion", "choices": choices}
+        fields["usage"] = self._usage(output)
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
-        return ChatCompletionResponse.model_validate(fields)
+        return fields
 
     async def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -132,6 +136,7 @@ class _Answer:
             yield b""
             try:
                 async for _, output in generation.updates():
+                    events = b""
                     for completion in output.outputs:
                         delta = self._trackers[completion.index].update(completion)
                         if delta is None:
@@ -144,7 +149,9 @@ class _Answer:
                                 chunk["usage"] = None
                             if self._body.return_token_ids and "role" in choice["delta"]:
                                 chunk["prompt_token_ids"] = output.prompt_token_ids
-                            yield event(chunk)
+                            events += event(chunk)
+                    if events:  # at once, as each write is a system call
+                        yield events
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return

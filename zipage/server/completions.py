@@ -16,7 +16,7 @@ from zipage.server.errors import bad_request
 from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import CompletionLogprobWriter
 from zipage.server.prompts import TextPrompt, text_prompts
-from zipage.server.protocol.completions import CompletionRequest, CompletionResponse
+from zipage.server.protocol.completions import CompletionRequest
 from zipage.server.serving import Serving, kv_stats, request_id_of, usage
 from zipage.server.streaming import (
     DONE,
@@ -80,13 +80,12 @@ class _Answer:
         as_ids = body.return_tokens_as_token_ids or False
         self._logprobs = [CompletionLogprobWriter(as_ids) for _ in range(count)]
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed, a `CompletionResponse`."""
         choices = []
         for position, output in enumerate(outputs):
             choices += self._choices(position, output)
-        fields = {**self._head, "choices": choices, "usage": self._usage(outputs)}
-        return CompletionResponse.model_validate(fields)
+        return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
     async def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -101,14 +100,16 @@ class _Answer:
             yield b""
             try:
                 async for position, output in generation.updates():
-                    outputs[position] = output
+                    outputs[position], events = output, b""
                     for choice in self._choices(position, output):
                         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
                         if continuous:
                             chunk["usage"] = self._usage([output])
                         elif counts:
                             chunk["usage"] = None
-                        yield event(chunk)
+                        events += event(chunk)
+                    if events:  # at once, as each write is a system call
+                        yield events
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return

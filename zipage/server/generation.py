@@ -52,6 +52,7 @@ class Generation:
         timeout: seconds they may take; None for no limit.
         ended: told of every job that ended: the job, when it began in nanoseconds since the epoch,
             its last output, and what it failed with.
+        final_only: whether only the last outputs are wanted.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Generation:
         jobs: Sequence[Job],
         timeout: float | None = None,
         ended: EndOfJob | None = None,
+        final_only: bool = False,
     ) -> None:
         self.jobs = jobs
         self._engine, self._timeout, self._ended = engine, timeout, ended
+        self._final_only = final_only
         self._pending: dict[int, RequestOutput] = {}
         self._unfinished = len(jobs)
         self._error: BaseException | None = None
@@ -120,7 +123,12 @@ class Generation:
     async def _read(self, index: int, job: Job) -> None:
         prompt = {"prompt_token_ids": job.token_ids, "prompt": job.text}
         stream = self._engine.generate(
-            prompt, job.params, job.request_id, priority=job.priority, salt=job.salt
+            prompt,
+            job.params,
+            job.request_id,
+            priority=job.priority,
+            salt=job.salt,
+            final_only=self._final_only,
         )
         begun = time.time_ns()
         output: RequestOutput | None = None

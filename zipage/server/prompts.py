@@ -62,11 +62,11 @@ async def text_prompts(
     if texts:
         special = add_special_tokens is not False
 
-        def encode() -> list[list[int]]:
-            return [encode_prompt(serving.tokenizer, text, special) for text in texts]
+        def encode(tokenizer: Any) -> list[list[int]]:
+            return [encode_prompt(tokenizer, text, special) for text in texts]
 
         try:
-            encoded = await serving.tokenizing(encode)
+            encoded = await serving.tokenizing(sum(map(len, texts)), encode)
         except RequestError as error:
             raise bad_request("prompt", str(error)) from None
     prompts = []
@@ -128,22 +128,30 @@ async def chat_prompt(
         options.setdefault("continue_final_message", True)
     if tools:
         options.setdefault("tools", tools)
-    messages = [_for_template(message, index) for index, message in enumerate(body.messages)]
 
-    def render() -> ChatPrompt:
-        text = render_chat(serving.tokenizer, messages, opens, **options)
+    def render(tokenizer: Any) -> ChatPrompt:
+        messages = [_for_template(message, index) for index, message in enumerate(body.messages)]
+        text = render_chat(tokenizer, messages, opens, **options)
         special = body.add_special_tokens or False
         continued = str(messages[-1].get("content") or "") if continues else None
         return ChatPrompt(
             text,
-            encode_prompt(serving.tokenizer, text, special),
+            encode_prompt(tokenizer, text, special),
             prompt_opens_reasoning(text, continued) if opens or continues else None,
         )
 
     try:
-        return await serving.tokenizing(render)
+        size = sum(map(_size, body.messages)) + sum(len(str(tool)) for tool in tools or ())
+        return await serving.tokenizing(size, render)
     except RequestError as error:
         raise bad_request(param, str(error)) from None
+
+
+def _size(message: Message) -> int:
+    """About how many characters a message has; no message has none."""
+    if not isinstance(message.content, list):
+        return 50 + len(message.content or "")
+    return 50 + sum(50 + len(part.text or "") for part in message.content)
 
 
 def _for_template(message: Message, index: int) -> dict[str, Any]:

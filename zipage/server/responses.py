@@ -29,7 +29,6 @@ from zipage.server.protocol.responses import (
     FunctionChoice,
     InputItem,
     InputPart,
-    ResponseObject,
     ResponsesRequest,
 )
 from zipage.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
@@ -187,11 +186,11 @@ class _Answer:
             "tools": [without_none(tool.model_dump()) for tool in body.tools or ()],
         }
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
-        """The response that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response that is not streamed, a `ResponseObject`."""
         (output,) = outputs
         self._take(output)
-        return ResponseObject.model_validate(self._finished(output))
+        return self._finished(output)
 
     async def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -214,8 +213,9 @@ class _Answer:
             yield numbered("response.in_progress", {"response": started})
             try:
                 async for _, output in generation.updates():
-                    for kind, fields in self._take(output):
-                        yield numbered(kind, fields)
+                    events = [numbered(*told) for told in self._take(output)]
+                    if events:  # at once, as each write is a system call
+                        yield b"".join(events)
             except Exception as error:
                 answer = stream_error(error, log_fields).body()
                 yield numbered("error", {**answer["error"], **answer})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import stat
@@ -25,6 +27,11 @@ from zipage.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+#: Seconds an idle connection is kept: longer than by clients and proxies (5 to 60), so that none of
+#: them sends a request just when the server closes it.
+_KEEP_ALIVE = 75
+#: Open files asked for, if the limit set by the administrator allows: every connection is one.
+_OPEN_FILES = 65536
 
 
 class _Server(uvicorn.Server):
@@ -72,6 +79,7 @@ def run_server(
     Raises:
         ConfigError: the address cannot be listened on, or the certificate cannot be used.
     """
+    _raise_limit_of_open_files()
     try:
         with _listening(settings) as (listener, url):
             app = create_app(engine, settings)
@@ -81,11 +89,23 @@ def run_server(
             server = _Server(
                 config, serving, lambda: announce(f"Zipage serves {names} at {url} (API: {url}/v1)")
             )
+            # What is there now stays: collections need not look at it again, some tenths of a
+            # second each time, in which no request is answered.
+            gc.collect()
+            gc.freeze()
             with _signals_are_uvicorns():
                 server.run(sockets=[listener])
     finally:
         engine.shutdown()
     return 1 if server.died else 0
+
+
+def _raise_limit_of_open_files() -> None:
+    # 1024 is usual, and a server that cannot open another one accepts no connection.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
@@ -99,6 +119,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         server_header=False,
         lifespan="on",
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout),
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,

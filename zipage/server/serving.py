@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import itertools
 import logging
@@ -13,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +27,7 @@ from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import CLOSE, uses_think_tags
 from zipage.server.settings import ServerSettings
-from zipage.server.streaming import EventStream, unless_disconnected
+from zipage.server.streaming import EventStream, encode, unless_disconnected
 from zipage.server.structured import structured_output
 from zipage.server.tool_calls import call_style
 from zipage.server.tracing import RequestTracer, otlp_exporter
@@ -35,6 +35,10 @@ from zipage.server.tracing import RequestTracer, otlp_exporter
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+#: Characters from which on a text is tokenised apart from shorter ones.
+_LONG_TEXT = 1 << 18
+#: Tokens and alternatives from which on an answer is written beside the event loop.
+_LARGE_ANSWER = 2_000
 NO_TOKENIZER = "the model has no tokenizer: send token ids to /v1/completions"
 #: Fields of a request that are options of `SamplingParams` of the same name.
 _OPTIONS = (
@@ -48,8 +52,8 @@ _OPTIONS = (
 class Answer(Protocol):
     """How the outputs of a request are told."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer that is not streamed, as a JSON object."""
 
     def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -109,23 +113,40 @@ class Serving:
             self.tracer = RequestTracer(exporter, self.names[0])
         self.texts = TokenTexts(self.tokenizer)
         self._serial = itertools.count()
-        # One thread: tokenizers are not safe to use from several, and a long text must not stop
-        # the event loop.
+        # Threads, as a long text must not stop the event loop; a tokenizer each, as they are not
+        # safe to use from several; one for long texts, which take seconds, as short ones shall not
+        # wait for them.
         self._tokenizing = ThreadPoolExecutor(1, "zipage-tokenizer")
+        self._tokenizing_long = ThreadPoolExecutor(1, "zipage-tokenizer-long")
+        self._copied_tokenizer: Any = None
 
     def close(self) -> None:
         """Stop the engine and the tokenizer's thread, and send the last spans."""
         self._tokenizing.shutdown()
+        self._tokenizing_long.shutdown()
         self.engine.shutdown()
         if self.tracer is not None:
             self.tracer.shutdown()
 
-    async def tokenizing(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run what uses the tokenizer for long beside the event loop."""
+    async def tokenizing(self, size: int, function: Callable[[Any], _T]) -> _T:
+        """Run what uses the tokenizer beside the event loop.
+
+        Args:
+            size: characters or tokens that it is about.
+            function: is given the tokenizer.
+        """
         if self.tokenizer is None:
             raise bad_request(None, NO_TOKENIZER)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, function, *arguments)
+        if size < _LONG_TEXT:
+            return await loop.run_in_executor(self._tokenizing, function, self.tokenizer)
+
+        def run() -> _T:
+            if self._copied_tokenizer is None:
+                self._copied_tokenizer = copy.deepcopy(self.tokenizer)
+            return function(self._copied_tokenizer)
+
+        return await loop.run_in_executor(self._tokenizing_long, run)
 
     # ------------------------------------------------------------------ checks
 
@@ -274,7 +295,7 @@ class Serving:
             ApiError, ZipageError: the engine refused them, or failed before the first token.
             ClientDisconnected: nobody waits for the answer.
         """
-        generation = self._generation(jobs, request)
+        generation = self._generation(jobs, request, final_only=not stream)
         if stream:
             events = answer.events(generation, {"request_id": request_id_of(request)})
             # Errors until the first token have a status of their own.
@@ -282,9 +303,17 @@ class Serving:
             return EventStream(events, self.settings.stall_timeout)
         async with generation:
             outputs = await unless_disconnected(request, generation.results())
-        return Response(answer.whole(outputs).model_dump_json(), media_type="application/json")
 
-    def _generation(self, jobs: Sequence[Job], request: Request) -> Generation:
+        def write() -> bytes:
+            return encode(answer.whole(outputs))
+
+        tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
+        entries = tokens * (1 + (jobs[0].params.logprobs or 0))
+        # Megabytes take seconds, in which no other request shall wait.
+        data = await asyncio.to_thread(write) if entries > _LARGE_ANSWER else write()
+        return Response(data, media_type="application/json")
+
+    def _generation(self, jobs: Sequence[Job], request: Request, final_only: bool) -> Generation:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
@@ -293,7 +322,7 @@ class Serving:
         ended: EndOfJob | None = None
         if self.tracer is not None:
             ended = functools.partial(self.tracer.ended, request.headers)
-        return Generation(self.engine, jobs, self.settings.request_timeout, ended)
+        return Generation(self.engine, jobs, self.settings.request_timeout, ended, final_only)
 
 
 def request_id_of(request: Request) -> str:

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
+#: JSON of dicts, without the checks of a model, which take seconds for a large answer.
+encode = msgspec.json.Encoder().encode
 
 
 class ClientDisconnected(Exception):
@@ -45,7 +46,7 @@ async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """An event with a JSON object, and a type if the API has types."""
     prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return prefix + b"data: " + _encode(data) + b"\n\n"
+    return prefix + b"data: " + encode(data) + b"\n\n"
 
 
 def stream_error(error: Exception, log_fields: Mapping[str, Any]) -> ApiError:

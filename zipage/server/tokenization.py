@@ -30,7 +30,7 @@ async def tokenize(
         special = body.add_special_tokens is not False
         try:
             token_ids = await serving.tokenizing(
-                encode_prompt, serving.tokenizer, body.prompt, special
+                len(body.prompt), lambda tokenizer: encode_prompt(tokenizer, body.prompt, special)
             )
         except RequestError as error:
             raise bad_request("prompt", str(error)) from None
@@ -54,10 +54,10 @@ async def detokenize(serving: Serving, request: Request, body: DetokenizeRequest
             message = f"token id {token_id} is not in the vocabulary, 0 to {last}"
             raise bad_request("tokens", message)
 
-    def decode() -> str:
-        decoded = serving.tokenizer.decode(
+    def decode(tokenizer: Any) -> str:
+        decoded = tokenizer.decode(
             body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(decoded)
 
-    return {"prompt": await serving.tokenizing(decode)}
+    return {"prompt": await serving.tokenizing(len(body.tokens), decode)}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zipage.server.protocol.sampling import KVStats, RequestModel, SamplingFields, UsageInfo
+from zipage.server.protocol.sampling import (
+    MOST_ITEMS,
+    KVStats,
+    RequestModel,
+    SamplingFields,
+    UsageInfo,
+)
 
 
 class ContentPart(BaseModel):
@@ -91,8 +97,8 @@ class ChatTemplateFields(RequestModel):
     """How a conversation becomes a prompt."""
 
     model: str | None = None
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(max_length=MOST_ITEMS)]
+    tools: Annotated[list[Tool], Field(max_length=MOST_ITEMS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

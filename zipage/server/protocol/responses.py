@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zipage.server.protocol.sampling import SamplingFields
+from zipage.server.protocol.sampling import MOST_ITEMS, SamplingFields
 
 
 class InputPart(BaseModel):
@@ -81,10 +81,10 @@ class ReasoningOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     """Something to respond to. Nothing is stored: conversations are sent whole."""
 
-    input: str | list[InputItem]
+    input: str | Annotated[list[InputItem], Field(max_length=MOST_ITEMS)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_ITEMS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

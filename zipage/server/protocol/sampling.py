@@ -16,6 +16,8 @@ class StopAtFirst(FailFast):
 
 TokenIds = Annotated[list[int], StopAtFirst()]
 Texts = Annotated[list[str], StopAtFirst()]
+#: Of objects; checking a million of them would hold up all other requests for seconds.
+MOST_ITEMS = 16_384
 
 
 class RequestModel(BaseModel):
@@ -83,7 +85,7 @@ class SamplingFields(RequestModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_ITEMS)] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
