@@ -44,15 +44,16 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Checks every option and brings it to its plain type."""
-        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs needs exactly one of {', '.join(_KINDS)}; "
                 f"given: {', '.join(given) or 'none'}"
             )
         for name in ("json_object", "disable_any_whitespace"):
-            if getattr(self, name) not in (True, False, None):
+            if not isinstance(getattr(self, name), bool | None):
                 raise _illegal(name, getattr(self, name), "True or False")
+        object.__setattr__(self, "disable_any_whitespace", bool(self.disable_any_whitespace))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
@@ -81,10 +82,14 @@ class StructuredOutputsParams:
                 raise RequestError(f"unknown option {shown(key)} of structured_outputs: {names}")
         return cls(**options)
 
+    def _given(self) -> list[str]:
+        values = ((kind, getattr(self, kind)) for kind in _KINDS)
+        return [kind for kind, value in values if value is not None and value is not False]
+
     @property
     def kind(self) -> str:
         """Which form was given."""
-        return next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))
+        return self._given()[0]
 
     @property
     def text(self) -> str:
@@ -100,12 +105,16 @@ def _illegal(name: str, value: object, legal: str) -> RequestError:
 
 
 def _schema(value: object) -> str:
-    legal = "a JSON schema: a mapping, or the text of a JSON object"
+    legal = "a JSON schema: a mapping, or the text of a JSON object or boolean"
     try:
         if isinstance(value, Mapping):
             return json.dumps(dict(value), allow_nan=False)
-        if isinstance(value, str) and isinstance(json.loads(value), dict | bool):
-            return value
+        if isinstance(value, str):
+            schema = json.loads(value)
+            if isinstance(schema, bool):  # as objects, to which options can be added
+                return "{}" if schema else '{"not": {}}'
+            if isinstance(schema, dict):
+                return value
     except (TypeError, ValueError, RecursionError):
         pass
     raise _illegal("json", value, legal)

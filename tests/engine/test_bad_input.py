@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,10 @@ from zipage import (
     ModelError,
     RequestError,
     SamplingParams,
+    StructuredOutputsParams,
 )
+from zipage.engine.core_io import EngineRequest
+from zipage.engine.messages import Start, Submit, decode_to_engine, encode
 from zipage.errors import ZipageError, shown
 from zipage.llm import OutputStream
 
@@ -200,6 +204,7 @@ def test_bad_sampling_options(bystander: Bystander, options: dict[str, Any], wor
     [
         ({"priority": "high"}, "priority='high'|integer"),
         ({"priority": True}, "priority=True|integer"),
+        ({"priority": 2**63}, "priority=9223372036854775808|64-bit"),
         ({"request_id": 5}, "request_id=5|string"),
         ({"request_id": ["a"]}, "request_id=['a']|string"),
         ({"salt": None}, "salt=None|string"),
@@ -508,6 +513,7 @@ _SCALARS = st.one_of(
     st.sampled_from(
         [10**400, 10**5000, 1j, np.int64(3), np.float32("nan"), np.array([1, 2]), object(), int]
     ),
+    st.sampled_from([np.str_("a"), np.str_("on"), np.float64(0.5), signal.SIGINT, "[0-9]", "true"]),
 )
 _GARBAGE = st.one_of(
     _SCALARS,
@@ -516,6 +522,7 @@ _GARBAGE = st.one_of(
     st.dictionaries(st.one_of(st.integers(-2, 400), st.text(max_size=3)), _SCALARS, max_size=3),
 )
 _NAMES = [field.name for field in dataclasses.fields(SamplingParams)]
+_FORM_NAMES = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
 _ENGINE_NAMES = [field.name for field in dataclasses.fields(EngineConfig)]
 
 
@@ -529,15 +536,35 @@ def test_any_sampling_options_are_taken_or_refused(options: dict[str, Any]) -> N
             assert any(name in str(error) for name in options), error
         else:
             hash(params.stop), params.stop_token_id_set, params.greedy
+            assert_arrives(EngineRequest("a", ["a#0"], [1], params, max_tokens=1))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(options=st.dictionaries(st.sampled_from(_FORM_NAMES), _GARBAGE, min_size=1, max_size=3))
+def test_any_form_is_taken_or_refused(options: dict[str, Any]) -> None:
+    try:
+        params = SamplingParams(structured_outputs=options)  # type: ignore[arg-type]
+    except RequestError as error:
+        assert "structured_outputs" in str(error)
+    else:
+        assert_arrives(EngineRequest("a", ["a#0"], [1], params, max_tokens=1))
+
+
+def assert_arrives(request: EngineRequest) -> None:
+    """What is taken here must not be what the engine process cannot read: it would stop."""
+    assert decode_to_engine(encode(Submit(request))) == Submit(request)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(options=st.dictionaries(st.sampled_from(_ENGINE_NAMES), _GARBAGE, min_size=1, max_size=3))
 def test_any_engine_options_are_taken_or_refused(options: dict[str, Any]) -> None:
     try:
-        EngineConfig.from_options(options)
+        config = EngineConfig.from_options(options)
     except ConfigError as error:
         assert str(error)
+    else:
+        start = decode_to_engine(encode(Start(config, None, "text", 0.1)))
+        assert isinstance(start, Start) and start.config == config
 
 
 @settings(
@@ -559,6 +586,8 @@ def test_any_submission_is_answered_or_refused(
         params = SamplingParams(**{"max_tokens": 3, "n": 1, **options})
         if params.n > 20:
             params = dataclasses.replace(params, n=20)
+        request, _ = engine.inputs.process(prompt, params, **{"request_id": None, **others})
+        assert_arrives(request)
         name = engine.add_request(prompt, params, **others)
     except ZipageError:
         pass

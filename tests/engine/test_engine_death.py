@@ -146,6 +146,48 @@ def test_death_at_random_moments(client: EngineProcessClient, expected: list[int
     assert not all(results)
 
 
+def test_shutdown_in_the_middle_of_a_restart(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new process is told to stop too, instead of being waited for and killed."""
+    ends: list[str] = []
+    reap = engine_process.EngineProcess._reap
+
+    def noted(self: engine_process.EngineProcess, patience: float) -> str:
+        ends.append(reap(self, patience))
+        return ends[-1]
+
+    monkeypatch.setattr(engine_process.EngineProcess, "_reap", noted)
+    threads = set(threading.enumerate())
+    client = EngineProcessClient(on_engine_death="restart", **small_options(small_model))
+    os.kill(client.engine_pid, signal.SIGKILL)
+    run(until(lambda: client._front.restarting))
+    client.shutdown()
+    assert set(ends) == {"killed by SIGKILL", "exit status 0"}
+    assert not set(threading.enumerate()) - threads
+
+
+def test_no_more_requests_end_than_began(small_model: Path) -> None:
+    """Also those whose engine dies before it has said that it has queued them."""
+    with make_small_llm(small_model) as llm:
+        llm.generate(PROMPT, greedy(5))
+        expected = llm.stats()
+    client = EngineProcessClient(**small_options(small_model))
+
+    async def scenario() -> None:
+        os.kill(client.engine_pid, signal.SIGSTOP)
+        requests = [asyncio.create_task(last_of(client, 5, None)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        os.kill(client.engine_pid, signal.SIGKILL)
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    run(scenario())
+    stats = client.stats()
+    client.shutdown()
+    assert stats.requests_submitted == stats.completions_error == 3
+    assert stats.prompt_tokens == 3 * expected.prompt_tokens
+
+
 def test_death_without_restart(small_model: Path) -> None:
     threads = set(threading.enumerate())
     client = EngineProcessClient(**small_options(small_model))

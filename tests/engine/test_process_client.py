@@ -526,3 +526,19 @@ def test_both_are_engine_clients(client: EngineProcessClient, small_model: Path)
     llm.shutdown()
     with make_small_llm(small_model) as offline:
         assert client.get_tokenizer().get_vocab() == offline.get_tokenizer().get_vocab()
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing(
+    client: EngineProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = client._front
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(front._process, "send", None)
+            with pytest.raises(TypeError):
+                await anext(client.generate(PROMPT, greedy(5), "again"))
+        assert not front._streams and not front._unanswered
+        assert tokens_of([o async for o in client.generate(PROMPT, greedy(5), "again")][-1])
+
+    asyncio.run(scenario())

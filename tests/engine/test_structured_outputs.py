@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -380,6 +381,42 @@ def test_bad_forms_are_refused(small_model: Path) -> None:
                     llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": options}))
                 assert word in str(caught.value), options
         assert_empty(llm)
+
+
+def test_a_known_form_waits_for_no_other(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_small_llm(small_model) as llm:
+        grammars = llm.engine.inputs.grammars
+        known = grammars.compile(DIGITS)
+        begun, release = threading.Event(), threading.Event()
+        compile_form = grammars._compile
+
+        def slow(form: StructuredOutputsParams) -> Any:
+            begun.set()
+            assert release.wait(20)
+            return compile_form(form)
+
+        monkeypatch.setattr(grammars, "_compile", slow)
+        other = StructuredOutputsParams(regex="[0-9]{2}")
+        threads = [threading.Thread(target=grammars.compile, args=(other,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(20)
+        assert grammars.compile(DIGITS) is known
+        begun.clear()
+        release.set()
+        for thread in threads:
+            thread.join()
+        assert not begun.is_set()  # both wanted the same, which was compiled once
+
+
+def test_boolean_schemas(small_model: Path) -> None:
+    with make_small_llm(small_model) as llm:
+        params = SamplingParams(seed=0, max_tokens=40, structured_outputs={"json": "true"})  # type: ignore[arg-type]
+        assert llm.generate([[5]], params)[0].error is None
+        with pytest.raises(RequestError, match="structured_outputs.json"):
+            llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": {"json": "false"}}))
 
 
 def test_without_the_package(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,8 @@ class InputProcessor:
             raise RequestError(f"request_id={shown(request_id)} must be valid Unicode")
         if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
             raise RequestError(f"priority={shown(priority)} must be an integer")
+        if not -(2**63) <= priority < 2**63:
+            raise RequestError(f"priority={shown(priority)} must be a 64-bit integer")
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}"

@@ -7,6 +7,7 @@ come out as token ids; text and stop strings never travel.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 
@@ -123,7 +124,15 @@ class Pong(_Struct):
 ToEngine = Start | Submit | Abort | Ping | Shutdown
 FromEngine = Ready | Failure | Reply | StepReport | Pong
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
+
+def _plain(value: Any) -> Any:
+    """What msgspec does not know: paths, and subclasses of `str` and `int` (NumPy's, say)."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, int) else os.fspath(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -260,9 +260,13 @@ class _Front:
             except RequestError as error:
                 self._accounts.refused(request.request_id, str(error))
                 raise
+            try:
+                self._process.send(Submit(sent))
+            except BaseException:
+                self._outputs.forget(request)
+                raise
             self._streams[request.request_id] = stream
             self._unanswered[request.sequence_ids[0]] = request
-            self._process.send(Submit(sent))
 
     def withdraw(self, request_id: str, stream: OutputStream) -> None:
         """End a request whose reader has gone."""
@@ -307,6 +311,8 @@ class _Front:
                 self._send_ended()
                 self.num_queued = message.queued
                 self._deliver(outputs)
+                if message.steps:
+                    message.steps[-1].finished = self._accounts.take_ended()
             elif isinstance(message, Reply):
                 self._on_reply(message)
         if isinstance(message, StepReport) and message.stats is not None:
@@ -326,7 +332,6 @@ class _Front:
 
     def _on_stats(self, stats: EngineStats, report: StepReport) -> None:
         if report.steps:
-            report.steps[-1].finished = self._accounts.take_ended()
             stats.last_step = report.steps[-1]
         stats.add_counters(self._past)
         self._stats = stats
@@ -357,6 +362,9 @@ class _Front:
                 logger.critical("the engine died too often to be restarted again")
             self.restarting = self._restarts and not often
             self.death = error
+            for request in self._unanswered.values():
+                # It ends below: counted as submitted, or more would have ended than began.
+                self._accounts.accepted(request, self.inputs.kv_budget_of(request))
             self._outputs.end_all(str(error))
             self._ended.clear()
             self._unanswered.clear()
@@ -391,6 +399,7 @@ class _Front:
                 self.death, self.restarting = None, False
                 logger.warning("the engine was restarted")
                 return
+        process.begin()  # or nobody would tell it to stop
         process.stop()
 
     def shutdown(self) -> None:

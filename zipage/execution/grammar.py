@@ -45,6 +45,8 @@ class GrammarCompiler:
         self._table: Any = None
         self._cache: OrderedDict[tuple[str, str, bool], LLMatcher | RequestError] = OrderedDict()
         self._lock = threading.Lock()
+        #: Apart, so that nobody who asks for a known form waits while another is compiled.
+        self._compiling = threading.Lock()
 
     def compile(self, form: StructuredOutputsParams) -> LLMatcher:
         """A parser at the beginning of an answer; not to be moved, but to be copied.
@@ -57,21 +59,29 @@ class GrammarCompiler:
                 not installed or does not know the tokenizer.
         """
         key = (form.kind, form.text, form.disable_any_whitespace)
-        with self._lock:
-            found = self._cache.get(key)
-            if found is None:
-                try:
-                    found = self._compile(form)
-                except RequestError as error:
-                    found = error
-                self._cache[key] = found
-                if len(self._cache) > _MAX_CACHED:
-                    self._cache.popitem(last=False)
-            else:
-                self._cache.move_to_end(key)
+        found = self._find(key)
+        if found is None:
+            with self._compiling:
+                found = self._find(key)  # somebody else's, meanwhile
+                if found is None:
+                    try:
+                        found = self._compile(form)
+                    except RequestError as error:
+                        found = error
+                    with self._lock:
+                        self._cache[key] = found
+                        if len(self._cache) > _MAX_CACHED:
+                            self._cache.popitem(last=False)
         if isinstance(found, RequestError):
             raise RequestError(str(found))
         return found
+
+    def _find(self, key: tuple[str, str, bool]) -> LLMatcher | RequestError | None:
+        with self._lock:
+            found = self._cache.get(key)
+            if found is not None:
+                self._cache.move_to_end(key)
+            return found
 
     def _compile(self, form: StructuredOutputsParams) -> LLMatcher:
         try:
