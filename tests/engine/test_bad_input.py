@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.small_model import make_small_llm, small_options
@@ -541,6 +541,9 @@ def test_any_sampling_options_are_taken_or_refused(options: dict[str, Any]) -> N
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(options=st.dictionaries(st.sampled_from(_FORM_NAMES), _GARBAGE, min_size=1, max_size=3))
+@example(options={"json_object": True, "disable_any_whitespace": None})
+@example(options={"json_object": 1})
+@example(options={"regex": np.str_("a")})
 def test_any_form_is_taken_or_refused(options: dict[str, Any]) -> None:
     try:
         params = SamplingParams(structured_outputs=options)  # type: ignore[arg-type]
