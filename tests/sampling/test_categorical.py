@@ -77,3 +77,20 @@ def test_a_number_picks_the_same_token_from_the_whole_and_from_an_idle_filter():
     assert torch.equal(filtered(logits, uniforms, top_p=ALMOST_ONE), expected)
     mass = logits.double().softmax(-1).cumsum(-1)
     assert torch.equal(torch.searchsorted(mass, uniforms.unsqueeze(1)).squeeze(1), expected)
+
+
+@pytest.mark.parametrize("possible", [1, 4, 70])
+@pytest.mark.parametrize("vocab_size", [71, 300, 5000])
+def test_top_k_of_more_tokens_than_are_possible_is_idle(vocab_size, possible):
+    """As where the form of an answer allows few tokens."""
+    generator = torch.Generator().manual_seed(possible)
+    logits = torch.full((ROWS, vocab_size), -torch.inf)
+    logits[:, torch.randperm(vocab_size, generator=generator)[:possible]] = torch.randn(
+        ROWS, possible, generator=generator
+    )
+    uniforms = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+    for top_p in (0.5, 0.9, 1.0):
+        expected = filtered(logits, uniforms, top_p=top_p)
+        for top_k in (possible, possible + 1, vocab_size - 1):
+            found = filtered(logits, uniforms, top_k=top_k, top_p=top_p)
+            assert torch.equal(found, expected), (top_k, top_p)

@@ -160,7 +160,8 @@ def _draw_candidates(
     floor = log_min_p.maximum(kth.masked_fill(unlimited, -torch.inf))
     weights = values.double().exp().masked_fill(values < floor.unsqueeze(1), 0.0)
     ends = weights.cumsum(-1)
-    totals = torch.where(floor.isneginf(), totals, ends[:, -1])
+    # The floor is -inf as well where fewer than top_k tokens are possible: all are candidates then.
+    totals = torch.where(unlimited & log_min_p.isneginf(), totals, ends[:, -1])
     needed = (ends - weights < (top_p * totals).unsqueeze(1)) & (weights > 0)
     nucleus = values.gather(1, needed.sum(-1, keepdim=True) - 1).squeeze(1)
     cut = torch.where(top_p < 1.0, nucleus, floor)
