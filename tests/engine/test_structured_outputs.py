@@ -415,7 +415,7 @@ def test_boolean_schemas(small_model: Path) -> None:
     with make_small_llm(small_model) as llm:
         params = SamplingParams(seed=0, max_tokens=40, structured_outputs={"json": "true"})  # type: ignore[arg-type]
         assert llm.generate([[5]], params)[0].error is None
-        with pytest.raises(RequestError, match="structured_outputs.json"):
+        with pytest.raises(RequestError, match=r"structured_outputs\.json"):
             llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": {"json": "false"}}))
 
 
