@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles, and for CUDA only"
     ),
-    pytest.mark.usefixtures("no_retries"),
 ]
 
 
@@ -103,6 +102,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.usefixtures("no_retries")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_replays_give_the_texts_of_plain_steps(small_model: Path, ahead: bool) -> None:
     options: dict[str, Any] = {"max_num_seqs": 3, "kv_budget": 16, "window": 8}
@@ -152,6 +152,7 @@ def test_out_of_memory_at_a_replay_takes_smaller_ones(
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_batch_invariant_replays(small_model: Path) -> None:
     """Products and attention of their own kernels in the graph, padded to another batch size."""
     prompts, params = [PROMPTS[1], PROMPTS[2][:5]], [greedy(5, logprobs=0), greedy(3, logprobs=0)]
@@ -169,6 +170,7 @@ def test_batch_invariant_replays(small_model: Path) -> None:
                 assert abs(entry.logprob - theirs[token_id].logprob) < 1e-4
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_graphs_own_what_they_touch(small_model: Path) -> None:
     """A replay writes where the capture did: that memory must never be given to others."""
     llm, graphs = with_graphs(small_model, max_num_seqs=5)
