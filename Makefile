@@ -23,8 +23,9 @@ install: $(VENV)/.installed ## create .venv and install Zipage into it
 demo: $(VENV)/.installed ## answer a batch of problems with full KV, then with Zipage, in the same pool
 	$(BIN)/zipage demo
 
+# One thread each: many tests at once gain more from the cores than large products would.
 test: $(VENV)/.installed-dev ## run the tests
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
