@@ -25,6 +25,7 @@ from zipage import AsyncLLM, RequestError, RequestOutput, SamplingParams, Struct
 from zipage.engine.client import EngineClient
 from zipage.engine.process_client import EngineProcessClient
 from zipage.engine.steps import StepRunner
+from zipage.execution.grammar import _check_multiples
 from zipage.execution.model_runner import ModelRunner
 
 no_retries = pytest.mark.usefixtures("no_retries")
@@ -425,6 +426,20 @@ def test_without_the_package(small_model: Path, monkeypatch: pytest.MonkeyPatch)
         llm.generate([[5]], SamplingParams(structured_outputs=DIGITS))
 
 
+def test_ordinary_multiples_are_taken(small_model: Path) -> None:
+    steps: list[Any] = [1, 7, 365, 0.01, 0.25, 1.5, 1000, 10**12, 10007, 0, True]
+    schema = {
+        "properties": {str(i): {"type": "number", "multipleOf": m} for i, m in enumerate(steps)}
+    }
+    _check_multiples(schema)
+    _check_multiples(
+        {"allOf": [{"multipleOf": 12}, {"multipleOf": 30}], "x": schema["properties"]["3"]}
+    )
+    for more in (100_003, 1.000_003, 10**30 + 1):
+        with pytest.raises(ValueError, match="multipleOf"):
+            _check_multiples({"items": [schema, {"multipleOf": more}]})
+
+
 def test_large_forms_are_bounded(small_model: Path) -> None:
     deep: dict[str, Any] = {"type": "integer"}
     for _ in range(60):
@@ -435,6 +450,10 @@ def test_large_forms_are_bounded(small_model: Path) -> None:
         {"json": {"type": "array", "items": {"type": "string", "maxLength": 10**6}}},
         {"choice": [str(i) for i in range(20_000)]},
         {"grammar": "start: a\n" + "\n".join(f'a{"x" * i}: "1"' for i in range(300))},
+        {"json": {"type": "integer", "multipleOf": 9_999_991}},
+        {"json": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}], "type": "integer"}},
+        {"json": {"anyOf": [{"type": "integer", "multipleOf": 9973 + 2 * i} for i in range(999)]}},
+        {"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 9999991}'},
     ]
     with make_small_llm(small_model) as llm:
         for form in forms:

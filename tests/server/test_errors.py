@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -176,6 +177,25 @@ def test_context_length_errors_name_the_numbers(client: Client) -> None:
     error = client.error(COMPLETIONS, {"prompt": [6] * 2048})
     assert "2048 tokens. However, your prompt has 2048" in error["message"]
     assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1
+
+
+def test_texts_that_cannot_fit_are_not_encoded(engine: Any) -> None:
+    client, text = Client(engine), "Add these numbers. " * 200_000
+    for path, body in [
+        (COMPLETIONS, {"prompt": text}),
+        (COMPLETIONS, {"prompt": ["Add", text]}),
+        (CHATS, {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", {"input": text}),
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+    ]:
+        begun = time.perf_counter()
+        error = client.error(path, body)
+        assert error["code"] == "context_length_exceeded" and "2048 tokens" in error["message"]
+        assert error["param"] == next(name for name in body)
+        assert time.perf_counter() - begun < 1.5  # encoding it takes more than 2 s
+    # What may fit is counted, though it does not.
+    assert client.ok("/tokenize", {"prompt": "Add these numbers. " * 700})["count"] > 2048
 
 
 def test_limits(engine: Any) -> None:

@@ -5,12 +5,15 @@ The parser runs on the host: it has to see a token before it can say what may fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +28,11 @@ if TYPE_CHECKING:
 
 #: Compiled grammars, and refusals, that are kept for the next request.
 _MAX_CACHED = 128
+#: Most remainders of the `multipleOf`s of a schema. The parser makes a state for each before it
+#: answers, which its own limits do not bound: some seconds and gigabytes for a million.
+_MAX_REMAINDERS = 100_000
+#: What makes one number a multiple of several.
+_MERGING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 
 
 class GrammarCompiler:
@@ -129,6 +137,7 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
     if form.kind in ("json", "json_object"):
         options = {"whitespace_flexible": not form.disable_any_whitespace}
         schema = json.loads(llguidance.LLMatcher.grammar_from_json_schema(form.text, options))
+        _check_multiples(schema["grammars"][0]["json_schema"])
         lark = f"start: %json {json.dumps(schema['grammars'][0]['json_schema'])}"
     elif form.kind == "regex":
         made = json.loads(llguidance.LLMatcher.grammar_from_regex(form.regex))
@@ -138,6 +147,9 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
         lark = f"start: {choices}"
     else:
         lark = llguidance.grammar_from("grammar", form.grammar)
+        for found in re.finditer(r"%json\s*", lark):
+            with contextlib.suppress(json.JSONDecodeError):  # the parser says what is wrong
+                _check_multiples(json.JSONDecoder().raw_decode(lark, found.end())[0])
     # Otherwise text with one continuation is tokenised anew, which needs a tokenizer that gives
     # the same tokens for a text in the middle of another.
     header = re.search(r"^%llguidance\s+(\{.*\})\s*$", lark, re.MULTILINE)
@@ -145,6 +157,27 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
         return f'%llguidance {{"no_forcing": true}}\n{lark}'
     merged = json.dumps({**json.loads(header[1]), "no_forcing": True})
     return lark[: header.start(1)] + merged + lark[header.end(1) :]
+
+
+def _check_multiples(schema: Any) -> None:
+    """Raises ValueError if the numbers of a schema have too many remainders to tell apart."""
+    divisors: set[int] = set()
+    merges = False
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            merges |= not _MERGING.isdisjoint(part)
+            value = part.get("multipleOf")
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                # Powers of ten are seen from the last digits.
+                digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).strip("0")
+                divisors.add(int(digits or "1"))
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    if max(sum(divisors), math.lcm(*divisors) if merges else 0) > _MAX_REMAINDERS:
+        raise ValueError(f"its multipleOf have more than {_MAX_REMAINDERS} remainders together")
 
 
 class _Vocabulary:

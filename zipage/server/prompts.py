@@ -13,7 +13,7 @@ from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import ChatTemplateFields, Message
 from zipage.server.reasoning import prompt_opens_reasoning
 from zipage.server.serving import NO_TOKENIZER, Serving
-from zipage.tokenizer import encode_prompt, render_chat
+from zipage.tokenizer import render_chat
 
 
 @dataclass
@@ -63,7 +63,7 @@ async def text_prompts(
         special = add_special_tokens is not False
 
         def encode(tokenizer: Any) -> list[list[int]]:
-            return [encode_prompt(tokenizer, text, special) for text in texts]
+            return [serving.encode(tokenizer, text, special, "prompt") for text in texts]
 
         try:
             encoded = await serving.tokenizing(sum(map(len, texts)), encode)
@@ -136,7 +136,7 @@ async def chat_prompt(
         continued = str(messages[-1].get("content") or "") if continues else None
         return ChatPrompt(
             text,
-            encode_prompt(tokenizer, text, special),
+            serving.encode(tokenizer, text, special, param),
             prompt_opens_reasoning(text, continued) if opens or continues else None,
         )
 

@@ -31,6 +31,7 @@ from zipage.server.streaming import EventStream, encode, unless_disconnected
 from zipage.server.structured import structured_output
 from zipage.server.tool_calls import call_style
 from zipage.server.tracing import RequestTracer, otlp_exporter
+from zipage.tokenizer import encode_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,27 @@ class Serving:
         self.engine.shutdown()
         if self.tracer is not None:
             self.tracer.shutdown()
+
+    @functools.cached_property
+    def _longest_text(self) -> int:
+        """Characters that no `max_model_len` tokens have more of."""
+        return int(self.engine.max_model_len * max(map(len, self.tokenizer.get_vocab())))
+
+    def encode(self, tokenizer: Any, text: str, special: bool, param: str) -> list[int]:
+        """Token ids of a text; for functions given to `tokenizing`.
+
+        Raises:
+            ApiError: it is far too long. A text as long as a body may be would take minutes.
+            RequestError: it is not legal.
+        """
+        if len(text) > self._longest_text:
+            message = (
+                f"This model's maximum context length is {self.engine.max_model_len} tokens. "
+                f"However, your {param} has {len(text)} characters, more than so many tokens can "
+                "have. Please shorten it."
+            )
+            raise bad_request(param, message, "context_length_exceeded")
+        return encode_prompt(tokenizer, text, special)
 
     async def tokenizing(self, size: int, function: Callable[[Any], _T]) -> _T:
         """Run what uses the tokenizer beside the event loop.

@@ -15,7 +15,6 @@ from zipage.server.protocol.system import (
     TokenizeTextRequest,
 )
 from zipage.server.serving import Serving
-from zipage.tokenizer import encode_prompt
 
 
 async def tokenize(
@@ -30,7 +29,8 @@ async def tokenize(
         special = body.add_special_tokens is not False
         try:
             token_ids = await serving.tokenizing(
-                len(body.prompt), lambda tokenizer: encode_prompt(tokenizer, body.prompt, special)
+                len(body.prompt),
+                lambda tokenizer: serving.encode(tokenizer, body.prompt, special, "prompt"),
             )
         except RequestError as error:
             raise bad_request("prompt", str(error)) from None
