@@ -179,6 +179,35 @@ def test_context_length_errors_name_the_numbers(client: Client) -> None:
     assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1
 
 
+def test_deep_nesting_is_refused(client: Client) -> None:
+    def nested(levels: int) -> Any:
+        value: Any = 1
+        for level in range(levels):
+            value = [value, 2] if level % 2 else {"a": value}
+        return value
+
+    function = {"type": "function", "name": "f"}
+    for path, body in BASE.items():
+        for levels, status in ((99, 200), (100, 400), (300, 400), (900, 400)):
+            answer = client.post(path, {**body, "max_output_tokens": 1, "unknown": nested(levels)})
+            assert answer.status_code == status, answer.text
+    for levels, status in ((90, 200), (300, 400)):
+        tool = {**function, "parameters": {"a": nested(levels)}}
+        body = {"input": "Add", "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
+        assert client.post(RESPONSES, body).status_code == status
+    wide = {"prompt": [[298] for _ in range(200)], "max_tokens": 1}
+    assert client.post(COMPLETIONS, wide).status_code == 200
+    # JSON inside a text.
+    for text in ("[" * 5000, '{"a":' * 5000, '{"a": ' + "[" * 5000 + "]" * 5000 + "}"):
+        call = {"type": "function", "function": {"name": "f", "arguments": text}}
+        messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = client.post(CHATS, {"messages": messages, "max_tokens": 1})
+        assert answer.status_code in (200, 400), answer.text
+        for field in ("guided_json", "guided_grammar"):
+            fields = {"prompt": "Add", field: "start: %json " * (field[7] == "g") + text}
+            client.error(COMPLETIONS, fields)
+
+
 def test_texts_that_cannot_fit_are_not_encoded(engine: Any) -> None:
     client, text = Client(engine), "Add these numbers. " * 200_000
     for path, body in [

@@ -148,7 +148,8 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
     else:
         lark = llguidance.grammar_from("grammar", form.grammar)
         for found in re.finditer(r"%json\s*", lark):
-            with contextlib.suppress(json.JSONDecodeError):  # the parser says what is wrong
+            # The parser says what is wrong, if anything is.
+            with contextlib.suppress(json.JSONDecodeError, RecursionError):
                 _check_multiples(json.JSONDecoder().raw_decode(lark, found.end())[0])
     # Otherwise text with one continuation is tokenised anew, which needs a tokenizer that gives
     # the same tokens for a text in the middle of another.

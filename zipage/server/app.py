@@ -56,18 +56,40 @@ from zipage.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+#: Levels of lists and objects in a body. What reads and writes JSON, schemas and templates here
+#: gives up at levels of its own, the first at 128.
+_MAX_DEPTH = 100
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        level = [
+            part
+            for whole in level
+            if isinstance(whole, (list, dict))
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+    return bool(level)
+
 
 class _JSONRequest(Request):
     """Reads bodies as JSON and nothing looser: no NaN, no lone surrogates, no endless nesting."""
 
     async def json(self) -> Any:
         """The decoded body."""
+        body = await self.body()
         try:
-            return msgspec.json.decode(await self.body())
+            value = msgspec.json.decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
             raise bad_request(
                 None, f"the body is not valid JSON: {error}", "invalid_json"
             ) from None
+        # Most bodies have few brackets, but perhaps a million numbers.
+        if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _is_deep(value):
+            message = f"the body is nested more deeply than {_MAX_DEPTH} levels"
+            raise bad_request(None, message, "invalid_json")
+        return value
 
 
 class _JSONRoute(APIRoute):

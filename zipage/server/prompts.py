@@ -176,7 +176,7 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
     for call in fields.get("tool_calls", ()):
         try:
             arguments = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(arguments, dict):
             call["function"]["arguments"] = arguments
