@@ -12,13 +12,15 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
 from tests.cli.invoke import invoke
 from tests.server.conftest import Process
-from zipage.server.run import _listening
+from zipage.errors import ConfigError
+from zipage.server.run import _listening, check_listening
 from zipage.server.settings import ServerSettings
 
 SMALL = ["--num-kv-blocks", "100", "--block-size", "16", "--kv-budget", "none"]
@@ -139,8 +141,43 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "--port" in fails("--config", str(config))
 
 
+def test_where_it_cannot_listen_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = mock.Mock()
+    monkeypatch.setattr("zipage.engine.process_client.EngineProcessClient", loaded)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "in use" in fails("--port", str(taken.getsockname()[1]))
+    assert "x.sock" in fails("--uds", str(tmp_path / "nowhere" / "x.sock"))
+    assert "host" in fails("--host", "")
+    assert "ssl_certfile" in fails("--port", "0", "--ssl-certfile", __file__)
+    config = tmp_path / "config.yaml"
+    config.write_text("port: 0\napi-keys: {key: secret}\n")
+    assert "mapping" in fails("--config", str(config))
+    assert not loaded.called
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:right"]
+    files = ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    usual = {"port": 0, "ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    check_listening(ServerSettings(**usual, ssl_keyfile_password="right"))
+    for more, word in [
+        ({"ssl_keyfile_password": "wrong"}, "ssl_keyfile_password"),
+        ({}, "ssl_keyfile_password"),  # and nobody is asked for it
+        ({"ssl_keyfile_password": "right", "ssl_keyfile": None}, "ssl_keyfile"),
+        ({"ssl_keyfile_password": "right", "ssl_ca_certs": __file__}, "ssl_ca_certs"),
+    ]:
+        with pytest.raises(ConfigError, match=word):
+            check_listening(ServerSettings(**{**usual, **more}))
+
+
 def test_the_config_file_equals_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
+    monkeypatch.setattr("zipage.server.run.check_listening", lambda settings: None)
     monkeypatch.setattr(
         "zipage.server.run.run_server", lambda llm, settings, say: seen.append((llm, settings))
     )

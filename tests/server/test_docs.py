@@ -62,6 +62,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "zipage.engine.process_client.EngineProcessClient",
         lambda model, **options: {"model": model, **options},
     )
+    monkeypatch.setattr("zipage.server.run.check_listening", lambda settings: None)
     monkeypatch.setattr(
         "zipage.server.run.run_server",
         lambda engine, settings, say: seen.append((engine, settings)),

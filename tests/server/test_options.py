@@ -124,6 +124,7 @@ def started(*arguments: str, **environment: str) -> dict[str, Any]:
         return 0
 
     with (
+        mock.patch("zipage.server.run.check_listening", lambda settings: None),
         mock.patch("zipage.server.run.run_server", run),
         mock.patch(
             "zipage.engine.process_client.EngineProcessClient",

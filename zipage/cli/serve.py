@@ -64,6 +64,8 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
             raise typer.BadParameter(f"{path} has the unknown option {key!r}{hint}")
         # Not every option whose default is null has a word for it.
         if value is not None or option.default is not None:
+            if isinstance(value, dict) and "--policy-option" not in option.opts:
+                raise typer.BadParameter(f"{path} has a mapping as the value of {key!r}")
             defaults[str(option.name)] = _as_flag(value)
     ctx.default_map = defaults
     return path
@@ -116,9 +118,10 @@ def serve(
     # Mistakes are told before anything is loaded.
     EngineConfig.from_options({"model": model, **engine})
     try:
-        from zipage.server.run import run_server
+        from zipage.server.run import check_listening, run_server
     except ImportError as error:
         raise ConfigError(_missing(error)) from None
+    check_listening(settings)
     with die_on_interrupt():
         from zipage.engine.process_client import EngineProcessClient
 

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -66,6 +67,40 @@ class _Server(uvicorn.Server):
         self.died = self.should_exit = True
 
 
+def check_listening(settings: ServerSettings) -> None:
+    """Find out before a model is loaded, which may take minutes, whether `run_server` could listen.
+
+    Raises:
+        ConfigError: as `run_server`.
+    """
+    _check_certificate(settings)
+    with _listening(settings):
+        pass
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # With no password at all OpenSSL asks the terminal for one.
+    password = settings.ssl_keyfile_password or ""
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile={settings.ssl_certfile!r}, ssl_keyfile={settings.ssl_keyfile!r} can't "
+            f"be used: no PEM certificate and its private key, or ssl_keyfile_password is missing "
+            f"or wrong ({error})"
+        ) from None
+    if settings.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(settings.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"ssl_ca_certs={settings.ssl_ca_certs!r} can't be used: {error}"
+            ) from None
+
+
 def run_server(
     engine: EngineClient, settings: ServerSettings, announce: Callable[[str], None]
 ) -> int:
@@ -112,6 +147,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     for handler in logging.getLogger("zipage").handlers:
         logging.getLogger("uvicorn").addHandler(handler)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    _check_certificate(settings)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -127,12 +163,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         ssl_ca_certs=settings.ssl_ca_certs,
         ssl_cert_reqs=2 if settings.ssl_ca_certs else 0,
     )
-    try:
-        config.load()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"ssl_certfile={settings.ssl_certfile!r} can't be used: {error}"
-        ) from None
+    config.load()
     return config
 
 

@@ -127,6 +127,8 @@ class ServerSettings:
                 isinstance(texts, str) or not all(isinstance(t, str) and t for t in texts)
             ):
                 raise ConfigError(f"{name} must be a list of texts, none of them empty")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host={shown(self.host)} must be an address; 0.0.0.0 stands for all")
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "chat_template"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
