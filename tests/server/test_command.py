@@ -157,6 +157,22 @@ def test_where_it_cannot_listen_is_told_before_anything_is_loaded(
     assert not loaded.called
 
 
+def test_ctrl_c_ends_the_start_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def note(*arguments: Any, **options: Any) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    # The first ones import numpy and torch, where a KeyboardInterrupt may be swallowed.
+    monkeypatch.setattr("zipage.config.EngineConfig.from_options", note)
+    monkeypatch.setattr("zipage.server.run.check_listening", note)
+    monkeypatch.setattr("zipage.engine.process_client.EngineProcessClient", note)
+    monkeypatch.setattr("zipage.server.run.run_server", note)
+    before = signal.getsignal(signal.SIGINT)
+    assert invoke("serve").exit_code == 0
+    assert seen == [signal.SIG_DFL] * 3 + [before]
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"

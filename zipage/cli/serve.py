@@ -114,15 +114,15 @@ def serve(
     ZIPAGE_NAME, or in the file of --config. SIGTERM and Ctrl-C let running requests finish for
     --drain-timeout seconds. Exit code 1 if the engine stopped.
     """
-    settings = ServerSettings(**server)
-    # Mistakes are told before anything is loaded.
-    EngineConfig.from_options({"model": model, **engine})
-    try:
-        from zipage.server.run import check_listening, run_server
-    except ImportError as error:
-        raise ConfigError(_missing(error)) from None
-    check_listening(settings)
     with die_on_interrupt():
+        settings = ServerSettings(**server)
+        # Mistakes are told before anything is loaded.
+        EngineConfig.from_options({"model": model, **engine})
+        try:
+            from zipage.server.run import check_listening, run_server
+        except ImportError as error:
+            raise ConfigError(_missing(error)) from None
+        check_listening(settings)
         from zipage.engine.process_client import EngineProcessClient
 
         process = {name: server[name] for name in _PROCESS}
