@@ -153,6 +153,8 @@ def test_errors_of_http(client: Client) -> None:
         (client.request("DELETE", "/health"), 405),
         (client.post(COMPLETIONS, b'{"prompt": "Add"}', headers=form), 415),
         (client.request("POST", COMPLETIONS, content=b'{"prompt": "Add"}'), 415),
+        (client.post(COMPLETIONS, b"...", headers={"Content-Encoding": "gzip"}), 415),
+        (client.post(COMPLETIONS, b'"' + b"[" * 200 + b'"'), 400),
     ]
     for answer, status in answers:
         assert answer.status_code == status

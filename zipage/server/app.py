@@ -62,13 +62,13 @@ _MAX_DEPTH = 100
 
 
 def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_MAX_DEPTH + 1):
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(_MAX_DEPTH):
         level = [
             part
             for whole in level
-            if isinstance(whole, (list, dict))
             for part in (whole.values() if isinstance(whole, dict) else whole)
+            if isinstance(part, (list, dict))
         ]
     return bool(level)
 
@@ -106,6 +106,9 @@ class _JSONRoute(APIRoute):
             if self.body_field is not None and not is_json:
                 message = f"the body is of type {kind!r}: set Content-Type to application/json"
                 raise ApiError(415, message)
+            encoding = request.headers.get("content-encoding", "identity")
+            if self.body_field is not None and encoding.strip().lower() != "identity":
+                raise ApiError(415, f"Content-Encoding {encoding!r}: send the body as it is")
             return await handle(_JSONRequest(request.scope, request.receive))
 
         return handler
