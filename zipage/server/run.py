@@ -33,6 +33,8 @@ _BACKLOG = 2048
 _KEEP_ALIVE = 75
 #: Open files asked for, if the limit set by the administrator allows: every connection is one.
 _OPEN_FILES = 65536
+#: Seconds for telling the clients of requests that the end of the drain ended.
+_FAREWELL = 2
 
 
 class _Server(uvicorn.Server):
@@ -53,6 +55,15 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._serving.draining = True
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, engine = asyncio.get_running_loop(), self._serving.engine
+        # What still runs then is told so, before uvicorn cuts it off.
+        timer = loop.call_later(
+            self._serving.settings.drain_timeout, loop.run_in_executor, None, engine.shutdown
+        )
+        await super().shutdown(sockets)
+        timer.cancel()
 
     async def main_loop(self) -> None:
         watch = asyncio.create_task(self._stop_with_engine())
@@ -156,7 +167,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         lifespan="on",
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(settings.drain_timeout),
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _FAREWELL,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_keyfile_password=settings.ssl_keyfile_password,
