@@ -130,6 +130,7 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "port" in fails("--port", "70000")
     assert "reasoning_parser" in fails("--reasoning-parser", "tank")
     assert "drain_timeout" in fails("--drain-timeout", "-1")
+    assert "request_timeout=0.0 must be" in fails("--request-timeout", "0")
     assert "ssl_certfile" in fails("--ssl-keyfile", __file__)
     assert "is not a file" in fails("--chat-template", str(tmp_path / "none"))
     assert "block_size" in fails("--block-size", "7")
@@ -143,6 +144,12 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "cannot be read" in fails("--config", str(config))
     config.write_text("port: many\n")
     assert "--port" in fails("--config", str(config))
+
+
+def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compose file leaves it so where the variable it stands for is not set."""
+    monkeypatch.setenv("ZIPAGE_API_KEYS", "")
+    assert "ZIPAGE_API_KEYS is empty" in fails()
 
 
 def test_where_it_cannot_listen_is_told_before_anything_is_loaded(

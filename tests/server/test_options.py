@@ -99,7 +99,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     kind, usual = FIELDS.get(name, ("", ""))
     found = LEGAL.get(name)
     if found is None:
-        plain = {"bool": st.booleans(), "int": COUNT, "float": st.floats(0, 1e6)}
+        plain = {"bool": st.booleans(), "int": COUNT, "float": st.floats(0.001, 1e6)}
         found = plain[kind.removesuffix(" | None")]
     return st.none() | found if usual is None and "bool" not in kind else found
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +116,9 @@ def serve(
     --drain-timeout seconds. Exit code 1 if the engine stopped.
     """
     with die_on_interrupt():
+        if os.environ.get("ZIPAGE_API_KEYS") == "" and not server["api_keys"]:
+            # As a compose file leaves it whose variable is not set: not meant to open the server.
+            raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
         settings = ServerSettings(**server)
         # Mistakes are told before anything is loaded.
         EngineConfig.from_options({"model": model, **engine})

@@ -116,8 +116,10 @@ class ServerSettings:
             if value is None and name == "request_timeout":
                 continue
             number = not isinstance(value, bool) and isinstance(value, (int, float))
-            if not number or not math.isfinite(value) or value < 0:
-                raise ConfigError(f"{name}={shown(value)} must be a number of seconds from 0")
+            least = "from 0" if name == "drain_timeout" else "above 0"
+            legal = number and math.isfinite(value) and value >= 0
+            if not legal or (value == 0 and name != "drain_timeout"):
+                raise ConfigError(f"{name}={shown(value)} must be a number of seconds {least}")
         self._check_choice("on_engine_death", ("exit", "restart"))
         self._check_choice("reasoning_parser", REASONING_PARSERS)
         self._check_choice("tool_call_parser", TOOL_CALL_PARSERS)
