@@ -434,7 +434,7 @@ def test_a_trace_through_chat_with_failures(server: FakeServer, tmp_path: Path) 
         (["--num-requests", "0"], "num_requests=0"),
         (["--warm-up", "-1"], "warm_up=-1"),
         (["--timeout", "0"], "timeout"),
-        (["--url", "http://127.0.0.1:9"], "give --model"),
+        (["--url", "http://127.0.0.1:9"], "does a server run there?"),
     ],
 )
 def test_errors(args: list[str], word: str) -> None:

@@ -186,6 +186,10 @@ async def first_model(connections: Connections, url: str, headers: Mapping[str, 
         with connections.one() as client:
             answer = await client.get(f"{url}/v1/models", headers=dict(headers), timeout=30)
         return str(answer.raise_for_status().json()["data"][0]["id"])
+    except httpx.ConnectError as e:
+        raise ConfigError(
+            f"url={url!r} cannot be reached ({e}): does a server run there?"
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as e:
         reason = f"{type(e).__name__}: {e}".rstrip(": ")
         raise ConfigError(f"url={url!r} doesn't list its models ({reason}): give --model") from None

@@ -75,6 +75,7 @@ async def run_serving(
             if exchange.failure is not None:
                 raise ZipageError(
                     f"a warm-up request failed: {exchange.failure}: {exchange.detail}"
+                    + " (give --vocab-size)" * ("vocabulary" in str(exchange.detail))
                 )
         contents = [endpoint.encode(request) for request in requests]
         # A collection of what was imported so far would stop the clock of all streams.
