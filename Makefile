@@ -20,9 +20,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 install: $(VENV)/.installed ## create .venv and install Zipage into it
 
-# Threads that wait without spinning: on cores that others use too, spinning is many times slower.
 demo: $(VENV)/.installed ## answer a batch of problems with full KV, then with Zipage, in the same pool
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/zipage demo
+	$(BIN)/zipage demo
 
 # One thread each: many tests at once gain more from the cores than large products would.
 test: $(VENV)/.installed-dev ## run the tests
