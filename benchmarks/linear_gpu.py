@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from attention_gpu import DEVICE, copy_bandwidth, timed
 
-from zipage.kernels.triton.elementwise import rms_norm, silu_mul
+from zipage.kernels.triton.elementwise import add_rms_norm, silu_mul
 from zipage.kernels.triton.linear import linear, scaled_linear
 from zipage.kernels.triton.quantise import TritonElementwise
 from zipage.models.fp8 import Fp8Rows, quantise
@@ -120,7 +120,7 @@ def elementwise_rows() -> list[dict[str, float | str]]:
         x = torch.randn(rows, 4096, device=DEVICE, dtype=torch.bfloat16)
         gate_up = torch.randn(rows, 24576, device=DEVICE, dtype=torch.bfloat16)
         ways: dict[str, Callable[[], object]] = {
-            "norm": functools.partial(rms_norm, x, weight, 1e-6),
+            "norm": functools.partial(add_rms_norm, x, None, weight, 1e-6),
             "add, norm, quantise": functools.partial(
                 between.quantise_rms_norm, x, torch.zeros_like(x), weight, 1e-6
             ),

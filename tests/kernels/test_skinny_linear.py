@@ -1,15 +1,13 @@
-"""Products in parts, and the norm that sums them, against torch in float64."""
+"""Products in parts, against torch in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from tests.attention.paged import relative_error
-from zipage.kernels.triton.elementwise import add_rms_norm
 from zipage.kernels.triton.quantise import SkinnyProducts
 from zipage.kernels.triton.skinny_linear import (
     SkinnyPlan,
@@ -62,19 +60,6 @@ def test_fp8_parts_sum_to_the_product(rows: int, splits: int, device: str) -> No
         products.parts(Fp8Rows(x.values[:1].expand(129, -1), x.scales), weight.values, scale)
         is None
     )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [64, 200])
-def test_norm_sums_the_parts_first(width: int, device: str) -> None:
-    x = torch.randn(6, width, dtype=torch.float16, device=device)
-    parts = torch.randn(3, 6, width, device=device)
-    weight = torch.randn(width, dtype=torch.float16, device=device)
-    added = (x.float() + parts[0] + parts[1] + parts[2]).half()
-    out = add_rms_norm(x, parts, weight, 1e-6)
-    assert torch.equal(x, added)
-    expected = F.rms_norm(added.double(), (width,), weight.double(), 1e-6)
-    assert relative_error(out, expected) < 1e-3
 
 
 def test_splits_fill_the_device() -> None:

@@ -12,6 +12,7 @@ from zipage.compression.compactor import block_indices
 from zipage.compression.job import CompressionJob
 from zipage.compression.scores import _NORM_EPS, Reduction
 from zipage.kernels.triton import compaction, redundancy, window_attention
+from zipage.kernels.triton.launch import UNFUSED
 
 _LOG2E = 1.4426950408889634
 # The cache is cut into at most this many parts for the attention score (a power of two), each of
@@ -78,6 +79,7 @@ class TritonKernels:
             "ROW_CHUNKS": _ceil_div(spec.window, rows // group_pad),
             "TILE": 32 if wide or dim_pad > 128 else 64,
             "num_warps": 8 if rows > 64 else 4,
+            **UNFUSED,
         }
         self._columns = 32 if wide else 128
         self._rows = 32

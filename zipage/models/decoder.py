@@ -192,9 +192,10 @@ class _FusedLayer:
 
     def __init__(self, device: torch.device) -> None:
         from zipage.kernels.triton import elementwise, skinny_linear
+        from zipage.kernels.triton.launch import num_multiprocessors
 
         self._elementwise, self._skinny = elementwise, skinny_linear
-        self._processors = _num_multiprocessors(device)
+        self._processors = num_multiprocessors(device)
         self._linear: Linear = F.linear
         self._unsummed: torch.Tensor | None = None
 
@@ -217,8 +218,6 @@ class _FusedLayer:
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm of `x`, to which the last product is added first if that is still to be done."""
         parts, self._unsummed = self._unsummed, None
-        if parts is None:
-            return self._elementwise.rms_norm(x, weight, eps)
         return self._elementwise.add_rms_norm(x, parts, weight, eps)
 
     def reset(self) -> None:
@@ -392,13 +391,14 @@ class Decoder(WeightHolder):
 
             self._invariant_head = linear
         if self._fp8 is not None:
+            from zipage.kernels.triton.launch import num_multiprocessors
             from zipage.kernels.triton.linear import scaled_linear
             from zipage.kernels.triton.quantise import SkinnyProducts, TritonElementwise
 
             if batch_invariant:
                 self._fp8 = Fp8Path(TritonElementwise(), scaled_linear)
             else:
-                small = SkinnyProducts(_num_multiprocessors(self.device))
+                small = SkinnyProducts(num_multiprocessors(self.device))
                 self._fp8 = Fp8Path(TritonElementwise(), scaled_product, small)
             return
         fused = (_InvariantLayer if batch_invariant else _FusedLayer)(self.device)
@@ -460,13 +460,6 @@ class Decoder(WeightHolder):
             hidden = F.pad(hidden, (0, 0, 0, padding))
         logits = F.linear(hidden, self.head_weight)[:rows]
         return logits if out is None else out.copy_(logits)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # under Triton's interpreter
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def _check_split(config: ModelConfig, tp_size: int) -> None:

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from zipage.cache.kv_cache import KVCache
 from zipage.kernels.triton.fp8 import from_fp8, query_operand
+from zipage.kernels.triton.launch import num_multiprocessors
 
 # Bytes of keys a program loads at once, and the most slots.
 _TILE_BYTES = 32768
@@ -198,7 +199,7 @@ class DecodeAttention:
         self._scale_log2 = scale * 1.4426950408889634
         row = max(16, triton.next_power_of_2(spec.head_dim)) * spec.dtype.itemsize
         self._tile = min(_TILE, _TILE_BYTES // row)
-        self.set_programs(_PROGRAMS_PER_SM * _num_multiprocessors(spec.device))
+        self.set_programs(_PROGRAMS_PER_SM * num_multiprocessors(spec.device))
 
     def set_programs(self, count: int) -> None:
         """Run this many programs; allocates the workspace for as many units as that can mean."""
@@ -314,9 +315,3 @@ class DecodeAttention:
             FILL=plan.fill,
             num_warps=4,
         )
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # under the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count

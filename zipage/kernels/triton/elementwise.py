@@ -6,86 +6,96 @@ import torch
 import triton
 import triton.language as tl
 
+from zipage.kernels.triton.fp8 import scale_of, to_fp8
+
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH_PADDED)
-    mask = column < WIDTH
-    values = tl.load(x + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    scaled = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=mask)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / rms(x) * weight`` over rows of ``[T', E]``, in fp32, rounded once.
-
-    The reference is ``torch.nn.functional.rms_norm``.
-    """
-    out = torch.empty_like(x)
-    width = x.shape[-1]
-    padded = triton.next_power_of_2(width)
-    warps = min(16, max(1, padded // 512))
-    _rms_norm_kernel[(len(x),)](
-        x, weight, out, eps, WIDTH=width, WIDTH_PADDED=padded, num_warps=warps
-    )
-    return out
-
-
-@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
-    x,  # [rows, WIDTH]
-    parts,  # [PARTS, rows, WIDTH] fp32
-    weight,
-    out,
+    x,  # [M, E]; the sum is written to it, if there are parts
+    parts,  # [PARTS, M, E]
+    weight,  # [E]
+    out,  # [M, E]
+    scales,  # [M, 1], if QUANTISE
     eps,
-    rows,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PADDED)
     mask = column < WIDTH
-    values = tl.load(x + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        values += tl.load(parts + (part * rows + row) * WIDTH + column, mask=mask, other=0.0)
-    rounded = values.to(x.dtype.element_ty)
-    tl.store(x + row * WIDTH + column, rounded, mask=mask)
-    values = rounded.to(tl.float32)
+    at = row * WIDTH + column
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        size = tl.num_programs(0).to(tl.int64) * WIDTH
+        for part in tl.static_range(PARTS):
+            values += tl.load(parts + part * size + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + at, rounded, mask=mask)
+        values = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    scaled = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=mask)
+    normed = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if QUANTISE:
+        scale = scale_of(normed)
+        tl.store(scales + row, scale)
+        tl.store(out + at, to_fp8(normed, scale), mask=mask)
+    else:
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
 
 
-def add_rms_norm(
-    x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add the parts of a product to `x` in place, rounded once, and return its `rms_norm`.
+def add_rms_norm_into(
+    x: torch.Tensor,
+    parts: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """`add_rms_norm` that writes its result to `out`.
 
     Args:
         x: ``[T', E]``.
-        parts: ``[S, T', E]`` fp32, from `skinny_linear`.
+        parts: ``[S, T', E]`` or ``[T', E]``, or None for nothing to add.
+        weight: ``[E]``.
+        eps: added to the mean of squares.
+        out: ``[T', E]``.
+        scales: ``[T', 1]`` fp32, written if `out` is in fp8.
+    """
+    width = x.shape[-1]
+    padded = triton.next_power_of_2(width)
+    count = 0 if parts is None else 1 if parts.shape == x.shape else len(parts)
+    _add_rms_norm_kernel[(len(x),)](
+        x,
+        x if parts is None else parts,
+        weight,
+        out,
+        x if scales is None else scales,
+        eps,
+        PARTS=count,
+        WIDTH=width,
+        WIDTH_PADDED=padded,
+        QUANTISE=scales is not None,
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def add_rms_norm(
+    x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add the parts of a product to `x` in place, rounded once, and return its RMSNorm.
+
+    ``x / rms(x) * weight`` over rows, in fp32, rounded once; the reference is
+    ``torch.nn.functional.rms_norm``.
+
+    Args:
+        x: ``[T', E]``.
+        parts: ``[S, T', E]``, as of `skinny_linear`, or ``[T', E]``, or None for nothing to add.
         weight: ``[E]``.
         eps: added to the mean of squares.
     """
     out = torch.empty_like(x)
-    width = x.shape[-1]
-    padded = triton.next_power_of_2(width)
-    warps = min(16, max(1, padded // 512))
-    _add_rms_norm_kernel[(len(x),)](
-        x,
-        parts,
-        weight,
-        out,
-        eps,
-        len(x),
-        PARTS=len(parts),
-        WIDTH=width,
-        WIDTH_PADDED=padded,
-        num_warps=warps,
-    )
+    add_rms_norm_into(x, parts, weight, eps, out)
     return out
 
 

@@ -1,8 +1,9 @@
-"""Conversion of stored 8-bit floats (e4m3), see `zipage.cache.quantisation`: device functions.
+"""Conversion to and from 8-bit floats (e4m3): device functions.
 
-Kernels compute with stored numbers in fp16, which holds them exactly and into which one
-instruction converts two of them; into bf16 it would take five. Queries are brought into its range
-by a power of two per row. Where the model runs in fp32, so do the kernels.
+`zipage.cache.quantisation` and `zipage.models.fp8` are the references. Attention computes with
+stored numbers in fp16, which holds them exactly and into which one instruction converts two of
+them; into bf16 it would take five. Queries are brought into its range by a power of two per row.
+Where the model runs in fp32, so does attention.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def from_fp8(tokens, WIDE: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scale):
-    """`quantise` in integer arithmetic: ``x / scale`` to the nearest, ties to even."""
+    """``x / scale`` to the nearest, ties to even, in integer arithmetic; infinite becomes NaN."""
     wide = x.to(tl.float32)
     scaled = wide / scale
     magnitude = tl.minimum(tl.abs(scaled), _MAX)
@@ -60,6 +61,16 @@ def to_fp8(x, scale):
     given = wide.to(tl.int32, bitcast=True)
     code = tl.where((given & 0x7FFFFFFF) >= _INF, 0x7F, code) | ((given >> 24) & 0x80)
     return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def scale_of(values):
+    """The scale of a row of these values: 1/448 of the largest; NaN if one is NaN."""
+    peak = tl.max(tl.abs(values), 0)
+    scale = tl.where(peak == 0.0, 1.0, peak / _MAX)
+    # A maximum drops them.
+    unusable = tl.sum((values != values).to(tl.int32), 0)
+    return tl.where(unusable > 0, float("nan"), scale)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 from zipage.attention.backend import QKVTransform, StepInputs
 from zipage.cache.kv_cache import KVCache
 from zipage.kernels.triton.fp8 import to_fp8
+from zipage.kernels.triton.launch import UNFUSED
 
 # Heads a program handles.
 _HEADS = 8
@@ -156,6 +157,7 @@ def prepare_qkv(
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     half = transform.cos.shape[1]
     rest = dim - 2 * half
+    half_padded = max(triton.next_power_of_2(half), 1)
     norm = transform.q_norm is not None
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, _HEADS))
     _qkv_kernel[grid](
@@ -176,11 +178,13 @@ def prepare_qkv(
         BLOCK_SIZE=spec.block_size,
         DIM=dim,
         HALF=half,
-        HALF_PADDED=max(triton.next_power_of_2(half), 1),
+        HALF_PADDED=half_padded,
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
         NORM=norm,
         CAPTURE=capture,
         QUANTISED=spec.is_quantised,
         HEADS=_HEADS,
-        num_warps=4,
+        # No more threads than numbers: the others would read them again while they are written.
+        num_warps=min(4, max(1, _HEADS * half_padded // 32)),
+        **UNFUSED,
     )

@@ -6,75 +6,19 @@ scale, 1/448 of its largest value, is known before anything is written.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from zipage.kernels.triton.elementwise import add_rms_norm, add_rms_norm_into
+from zipage.kernels.triton.fp8 import scale_of, to_fp8
 from zipage.kernels.triton.skinny_linear import plan_skinny, scaled_skinny_linear
 from zipage.models.fp8 import FP8, Fp8Rows
 
-_INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Values of a row that a program holds at once where it goes over the row twice.
 _TILE = 4096
-
-
-@triton.jit
-def _scale_of(values):
-    """The scale of a row of these values; NaN if one is NaN, which a maximum would drop."""
-    peak = tl.max(tl.abs(values), 0)
-    scale = tl.where(peak == 0.0, 1.0, peak / 448.0)
-    unusable = tl.sum((values != values).to(tl.int32), 0)
-    return tl.where(unusable > 0, float("nan"), scale)
-
-
-@triton.jit
-def _to_fp8(x):
-    if _INTERPRETED:
-        # The interpreter drops the carry of a mantissa that rounds up to the next power of two:
-        # it is given numbers of e4m3 alone, made by adding and taking away 1.5 * 2^23 spacings.
-        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        spacing = tl.maximum(exponent - 3, 127 - 9) << 23
-        shift = spacing.to(tl.float32, bitcast=True) * 12582912.0
-        x = (x + shift) - shift
-    return x.to(tl.float8e4nv)
-
-
-@triton.jit
-def _add_norm_kernel(
-    x,  # [M, K]; the sum is written to it
-    delta,  # [PARTS, M, K]
-    weight,  # [K]
-    out,  # [M, K]
-    scales,  # [M, 1]
-    eps,
-    WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-    QUANTISE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH_PADDED)
-    mask = column < WIDTH
-    at = row * WIDTH + column
-    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 0:
-        part = tl.num_programs(0).to(tl.int64) * WIDTH
-        for i in tl.static_range(PARTS):
-            values += tl.load(delta + i * part + at, mask=mask, other=0.0).to(tl.float32)
-        rounded = values.to(x.dtype.element_ty)
-        tl.store(x + at, rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    normed = values * factor * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    if QUANTISE:
-        scale = _scale_of(normed)
-        tl.store(scales + row, scale)
-        tl.store(out + at, _to_fp8(normed / scale), mask=mask)
-    else:
-        tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -104,13 +48,13 @@ def _rows_kernel(
         values = tl.abs(_gated(source, column, column < WIDTH, WIDTH, SILU_MUL))
         # Written so that NaN stays.
         peaks = tl.where(values <= peaks, peaks, values)
-    scale = _scale_of(peaks)
+    scale = scale_of(peaks)
     tl.store(scales + row, scale)
     for first in range(0, WIDTH, TILE):
         column = first + tl.arange(0, TILE)
         mask = column < WIDTH
         values = _gated(source, column, mask, WIDTH, SILU_MUL)
-        tl.store(out + row * WIDTH + column, _to_fp8(values / scale), mask=mask)
+        tl.store(out + row * WIDTH + column, to_fp8(values, scale), mask=mask)
 
 
 class TritonElementwise:
@@ -125,15 +69,13 @@ class TritonElementwise:
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        out = torch.empty_like(x)
-        _add_norm(x, delta, weight, eps, out, None)
-        return out
+        return add_rms_norm(x, delta, weight, eps)
 
     def quantise_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Fp8Rows:
         out = _empty_rows(x, x.shape[1])
-        _add_norm(x, delta, weight, eps, out.values, out.scales)
+        add_rms_norm_into(x, delta, weight, eps, out.values, out.scales)
         return out
 
 
@@ -176,28 +118,3 @@ def _rows(x: torch.Tensor, width: int, silu_mul: bool) -> Fp8Rows:
         x, out.values, out.scales, WIDTH=width, TILE=tile, SILU_MUL=silu_mul, num_warps=8
     )
     return out
-
-
-def _add_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    out: torch.Tensor,
-    scales: torch.Tensor | None,
-) -> None:
-    width = x.shape[1]
-    padded = triton.next_power_of_2(width)
-    _add_norm_kernel[(len(x),)](
-        x,
-        x if delta is None else delta,
-        weight,
-        out,
-        x if scales is None else scales,
-        eps,
-        WIDTH=width,
-        WIDTH_PADDED=padded,
-        PARTS=0 if delta is None else delta.numel() // x.numel(),
-        QUANTISE=scales is not None,
-        num_warps=min(16, max(1, padded // 512)),
-    )
