@@ -2,25 +2,31 @@
 streamed and not, in turn.
 
     python -m benchmarks.server_overhead --pairs 5
+    python -m benchmarks.server_overhead --options '{"device": "cuda", "model": "DIRECTORY"}'
 
 prints for every way, as medians over the rounds, tokens/s, the share of offline tokens/s, the time
 between two tokens of a stream, and the CPU time of a token in the engine's process, in the
 server's and in this one, the client's. Three processes need three idle cores for the first
 figures to mean something; the CPU times show what the cores of a smaller machine would be shared
-by. The client is a bare one: it reads bytes, and looks only for the end of the events.
+by. The client is a bare one: it reads bytes, and looks only for the end of the events. Last, the
+CPU time that reporting its tokens to another process adds on the engine's own thread, from runs of
+the core with and without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -28,7 +34,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from zipage import LLM, EngineProcessClient, SamplingParams
+from zipage import LLM, EngineConfig, EngineProcessClient, SamplingParams
+from zipage.engine.channel import Channel
+from zipage.engine.core import EngineCore
+from zipage.engine.core_io import EngineRequest
+from zipage.engine.messages import StepReport, encode
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -37,9 +47,24 @@ OPTIONS: dict[str, Any] = {
     "num_kv_blocks": 2048,
     "enable_prefix_caching": False,
 }
-FLAGS = ["--device", "cpu", "--kv-budget", "256", "--block-size", "16", "--num-kv-blocks", "2048"]
-FLAGS += ["--no-enable-prefix-caching", "--log-level", "warning", "--port", "0"]
+SERVER = ["--log-level", "warning", "--port", "0"]
 TICK = os.sysconf("SC_CLK_TCK")
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options of the engine as `zipage serve` takes them."""
+    told = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if name == "model":
+            told.append(str(value))
+        elif isinstance(value, bool):
+            told.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            told += [f"--{flag}", str(value)]
+    return told
 
 
 def cpu_seconds(process: int) -> float:
@@ -172,29 +197,67 @@ async def compare(ways: list[Way], pairs: int) -> None:
         )
 
 
+def added_microseconds(
+    options: dict[str, Any], prompts: list[list[int]], params: SamplingParams, pairs: int
+) -> float:
+    """CPU time of a token on the engine's thread with reports, less that without."""
+    core, serial = EngineCore(EngineConfig(**options)), itertools.count()
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    drain = threading.Thread(target=lambda: all(iter(lambda: theirs.recv(1 << 20), b"")))
+    drain.start()
+
+    def run(report: bool) -> float:
+        for index, prompt in enumerate(prompts):
+            name = f"async-{index:032x}"
+            names = [f"{name}#0@{next(serial)}"]
+            request = EngineRequest(name, names, prompt, params, params.max_tokens or 1, 17)
+            request.stream = report
+            core.submit(request)
+        tokens, started = 0, time.thread_time()
+        while core.has_unfinished:
+            updates = core.step()
+            if report:
+                channel.send(encode(StepReport(updates, core.num_waiting)))
+            tokens += sum(len(update.token_ids) for update in updates)
+        return 1e6 * (time.thread_time() - started) / tokens
+
+    run(report=False)
+    added = [run(report=True) - run(report=False) for _ in range(pairs)]
+    channel.close()
+    drain.join()
+    theirs.close()
+    return statistics.median(added)
+
+
 def main() -> None:
     """Measure every way and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--options", type=json.loads, default={}, help="engine options, JSON")
     args = parser.parse_args()
+    options = OPTIONS | args.options
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 300) for _ in range(64)] for _ in range(args.requests)]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    command = [sys.executable, "-m", "zipage", "serve", *FLAGS]
-    client = EngineProcessClient(**OPTIONS)
+    command = [sys.executable, "-m", "zipage", "serve", *SERVER, *flags(options)]
+    client = EngineProcessClient(**options)
     try:
         with (
             subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server,
-            LLM(**OPTIONS) as llm,
+            LLM(**options) as llm,
         ):
             try:
                 assert server.stderr is not None
-                line = server.stderr.readline()
-                found = re.search(r" at (\S+) ", line)
-                if found is None:
-                    raise RuntimeError(line + server.stderr.read())
+                told, found = "", None
+                while found is None:
+                    line = server.stderr.readline()
+                    if not line:
+                        raise RuntimeError(told)
+                    told += line
+                    found = re.search(r" at (http\S+) ", line)
                 children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text()
                 where = (found.group(1), server.pid, int(children.split()[0]))
                 ways = [offline(llm, prompts, params), by_process(client, prompts, params)]
@@ -207,6 +270,8 @@ def main() -> None:
                 server.terminate()
     finally:
         client.shutdown()
+    added = added_microseconds(options, prompts, params, args.pairs)
+    print(f"reporting adds {added:.1f} us of CPU a token on the engine's thread")
 
 
 if __name__ == "__main__":
