@@ -118,9 +118,9 @@ def test_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "word"),
     [
-        ({"arrival_s": 0, "input_tokens": 5}, "line 2, needs"),
-        ({"arrival_s": 0, "input_tokens": 0, "output_tokens": 1}, "line 2, needs"),
-        ({"arrival_s": math.nan, "input_tokens": 1, "output_tokens": 1}, "line 2, needs"),
+        ({"arrival_s": 0, "input_tokens": 5}, "line 2 needs"),
+        ({"arrival_s": 0, "input_tokens": 0, "output_tokens": 1}, "line 2 needs"),
+        ({"arrival_s": math.nan, "input_tokens": 1, "output_tokens": 1}, "line 2 needs"),
         ({"arrival_s": -1, "input_tokens": 1, "output_tokens": 1}, "before the record above"),
         ([], "not a JSON object"),
     ],
@@ -131,7 +131,7 @@ def test_malformed_traces(tmp_path: Path, record: Any, word: str) -> None:
         read_trace(write(tmp_path / "t.jsonl", [good, record]), 320)
     with pytest.raises(ConfigError, match="no requests"):
         read_trace(write(tmp_path / "e.jsonl", []), 320)
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl", 320)
 
 
@@ -154,7 +154,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert as_messages(requests[0], 0).prompt == [{"role": "user", "content": "One"}]
     content = as_messages(requests[1], 0).prompt[0]["content"]  # type: ignore[index,call-overload]
     assert len(content.split()) == 2
-    with pytest.raises(ConfigError, match="line 1, needs prompt"):
+    with pytest.raises(ConfigError, match="line 1 needs prompt"):
         read_prompts(write(file, [{"text": "One"}]))
     with pytest.raises(ConfigError, match="max_tokens"):
         read_prompts(write(file, [{"prompt": "One", "max_tokens": 0}]))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from zipage.bench.workloads import make_workload
 from zipage.errors import ConfigError
+from zipage.json_lines import read_json_lines
 
 #: Text for endpoints that take no token ids; a word is about a token.
 _WORDS = ("time", "year", "people", "way", "day", "world", "life", "hand", "part", "eye", "work")
@@ -69,7 +69,7 @@ def read_trace(
     low = 10 if vocab_size > 20 else 0
     requests: list[ServingRequest] = []
     start = last = 0.0
-    for where, record in _records("trace", path):
+    for where, record in read_json_lines("trace", path):
         arrival: Any = record.get("arrival_s")
         lengths: list[Any] = [record.get("input_tokens"), record.get("output_tokens")]
         if not _is_number(arrival) or not all(_is_count(length) for length in lengths):
@@ -102,7 +102,7 @@ def read_prompts(
         ConfigError: the file can't be read, or a record is malformed.
     """
     requests = []
-    for where, record in _records("prompts", path):
+    for where, record in read_json_lines("prompts", path):
         prompt = record.get("prompt", record.get("prompt_token_ids", record.get("messages")))
         if not prompt or not isinstance(prompt, (str, list)):
             raise ConfigError(f"{where} needs prompt, prompt_token_ids or messages")
@@ -164,24 +164,6 @@ def as_messages(request: ServingRequest, seed: int) -> ServingRequest:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return replace(request, prompt=prompt)
-
-
-def _records(option: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}={str(path)!r} can't be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{option}={str(path)!r}, line {number},"
-        try:
-            record = json.loads(line)
-        except ValueError:
-            raise ConfigError(f"{where} is not JSON") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where} is not a JSON object")
-        yield where, record
 
 
 def _some(requests: list[ServingRequest], option: str, path: Path) -> list[ServingRequest]:

@@ -15,7 +15,6 @@ text that no later step needs.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from zipage.errors import ConfigError
+from zipage.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -304,20 +304,7 @@ def load_problems(path: str | os.PathLike[str], min_tokens: int = 0) -> list[Pro
         ConfigError: the file cannot be read, a record is malformed, or none is left.
     """
     problems = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"problems={os.fspath(path)!r} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"problems={os.fspath(path)!r}, line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{where} is not a JSON object")
+    for number, (where, record) in enumerate(read_json_lines("problems", path), start=1):
         prompt = record.get("prompt", record.get("problem"))
         answer = record.get("answer")
         if not isinstance(prompt, str) or not isinstance(answer, str | int):
