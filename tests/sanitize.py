@@ -1,7 +1,7 @@
 """The kernel tests under NVIDIA's compute-sanitizer, some in each of several processes.
 
     python -m tests.sanitize --tool memcheck
-    python -m tests.sanitize --tool racecheck --seconds 300
+    python -m tests.sanitize --tool racecheck --part 1/3 --seconds 550
 
 Exits with 1 if a test fails or the sanitizer reports an error. What is not reached in time is
 counted and said. memcheck runs without torch's memory pool, which would hide what is read or
@@ -45,10 +45,12 @@ def main() -> int:
     parser.add_argument("--tool", choices=["memcheck", "racecheck"], default="memcheck")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--seconds", type=float, default=3600, help="stop then")
+    parser.add_argument("--part", default="1/1", help="K/N: every N-th test, from the K-th")
     parser.add_argument("--logs", type=Path, help="folder for what the processes print")
     parser.add_argument("tests", nargs="*", default=TESTS)
     options = parser.parse_args()
-    names = collect(options.tests)
+    part, parts = map(int, options.part.split("/"))
+    names = collect(options.tests)[part - 1 :: parts]
     logs = options.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
