@@ -117,7 +117,7 @@ def test_histograms_are_cumulative() -> None:
     step = StepStats(1, first_token_seconds=values, decode_tokens=3, finished=ended)
     metrics.observe(EngineStats(last_step=step))
     metrics.observe(EngineStats())
-    found = read(metrics.exposition("")[0].decode())
+    found = read(metrics.exposition().decode())
     name = "vllm:time_to_first_token_seconds"
     assert found[f"{name}_sum", ()] == sum(values) and found[f"{name}_count", ()] == 4
     buckets = [
@@ -163,12 +163,18 @@ def test_paths_of_clients_are_no_labels() -> None:
     assert 'method="other"' in text and "BREW" not in text
 
 
-def test_open_metrics() -> None:
+def test_names_do_not_depend_on_what_is_asked_for() -> None:
+    """Prometheus 2.42's header, for one, which prefers OpenMetrics."""
     client = Client(ScriptedEngine(["."], tiny_tokenizer()))
-    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    answer = client.get("/metrics", headers=accept)
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-    assert answer.text.endswith("# EOF\n")
+    plain = read(client.get("/metrics").text)
+    assert ("vllm:num_requests_running", ()) in plain
+    accept = (
+        "application/openmetrics-text;version=1.0.0,"
+        "application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    )
+    answer = client.get("/metrics", headers={"Accept": accept})
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert {name for name, _ in read(answer.text)} >= {name for name, _ in plain}
 
 
 def test_counters_go_on_after_a_restart() -> None:

@@ -32,7 +32,7 @@ from zipage.server.errors import (
     on_zipage_error,
     unavailable,
 )
-from zipage.server.metrics import ServerMetrics
+from zipage.server.metrics import EXPOSITION_TYPE, ServerMetrics
 from zipage.server.middleware import ApiKeys, BodyLimit, RequestScope
 from zipage.server.protocol.chat import (
     ChatCompletionRequest,
@@ -309,7 +309,6 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
         response_class=PlainTextResponse,
         responses={200: {"description": "Prometheus's text format."}, **_errors(500)},
     )
-    async def prometheus_metrics(request: Request) -> Response:
+    async def prometheus_metrics() -> Response:
         """Numbers for Prometheus."""
-        text, kind = metrics.exposition(request.headers.get("accept", ""))
-        return Response(text, headers={"Content-Type": kind})
+        return Response(metrics.exposition(), headers={"Content-Type": EXPOSITION_TYPE})

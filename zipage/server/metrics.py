@@ -12,18 +12,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from zipage.engine.client import EngineClient
 from zipage.engine.stats import EngineStats, FinishedCompletion, StepStats
+
+#: Also for who would rather have OpenMetrics, as Prometheus would: there prometheus_client (0.26,
+#: its issue 1177) writes the colons of names as underscores unless UTF-8 names are asked for.
+EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LABELS = ("model_name", "engine")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -163,10 +166,9 @@ class ServerMetrics(Collector):
 
     # ------------------------------------------------------------------ what is told
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All metrics as text, and the type of the text, which depends on an ``Accept`` header."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format, `EXPOSITION_TYPE`."""
+        return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
