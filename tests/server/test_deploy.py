@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.server.conftest import listening
+from tests.server.scripted import ScriptedEngine, tiny_tokenizer
 from zipage.server.settings import ServerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -43,12 +47,30 @@ def test_compose_names_what_exists() -> None:
         if "image" in service and "build" not in service:
             assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
         for config in service.get("configs", ()):
-            assert (
-                yaml.safe_load(COMPOSE["configs"][config["source"]]["content"])["apiVersion"] == 1
-            )
-    assert len(named) == 3
+            assert config["source"] in COMPOSE["configs"]
+    assert len(named) == 2
     assert [path for path in named if not path.is_file()] == []
     assert seconds(services["zipage"]["stop_grace_period"]) > DRAIN
+
+
+def test_compose_joins_its_services() -> None:
+    prometheus, source, board = (
+        yaml.safe_load(COMPOSE["configs"][name]["content"])
+        for name in ("prometheus", "datasource", "board")
+    )
+    alone = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    port = re.search(r"ZIPAGE_PORT=(\d+)", DOCKERFILE)
+    assert port is not None
+    alone["scrape_configs"][0]["static_configs"] = [{"targets": [f"zipage:{port.group(1)}"]}]
+    assert prometheus == alone
+    # Containers that share another one's network lose it when that one is restarted.
+    assert not any("network_mode" in service for service in COMPOSE["services"].values())
+    (datasource,) = source["datasources"]
+    assert datasource["url"] == "http://prometheus:9090"
+    assert datasource["jsonData"]["timeInterval"] == alone["global"]["scrape_interval"]
+    (provider,) = board["providers"]
+    (mounted,) = (v for v in COMPOSE["services"]["grafana"]["volumes"] if "zipage.json" in v)
+    assert mounted.split(":")[1] == provider["options"]["path"] + "/zipage.json"
 
 
 def test_dockerfile_runs_as_a_user_and_copies_what_exists() -> None:
@@ -63,6 +85,30 @@ def test_dockerfile_runs_as_a_user_and_copies_what_exists() -> None:
     for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE):
         for source in line.split()[:-1]:
             assert (DEPLOY.parent / source).exists() and f"!{source}" in kept
+
+
+def test_the_wheel_is_built_of_everything_and_apart() -> None:
+    """Where the dependencies' stage built an empty package, setuptools would take that again."""
+    stages = {
+        name: dict(re.findall(r"^(WORKDIR|COPY) (.*)$", body, re.MULTILINE))
+        | {"copied": " ".join(re.findall(r"^COPY (.*) \S+$", body, re.MULTILINE)).split()}
+        for name, body in re.findall(r"^FROM \S+ AS (\w+)$(.*?)(?=^FROM)", DOCKERFILE, re.M | re.S)
+    }
+    assert stages["wheel"]["WORKDIR"] != stages["dependencies"]["WORKDIR"]
+    assert set(stages["wheel"]["copied"]) == {"pyproject.toml", "README.md", "LICENSE", "zipage"}
+    assert set(stages["dependencies"]["copied"]) == {"pyproject.toml", "constraints.txt"}
+
+
+def test_health_check() -> None:
+    found = re.search(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert found is not None
+    python, *arguments = json.loads(found.group(1))
+    assert python == "python"
+    with listening(ScriptedEngine(["."], tiny_tokenizer())) as (url, _):
+        environment = {**os.environ, "ZIPAGE_PORT": url.rpartition(":")[2]}
+        command = [sys.executable, *arguments]
+        assert subprocess.run(command, env=environment).returncode == 0
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 1
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

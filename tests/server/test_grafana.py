@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Client
@@ -36,12 +37,17 @@ VLLM_BOARDS = (
 
 
 @pytest.fixture(scope="module")
-def metrics() -> dict[str, set[str]]:
-    """Names of samples, and the labels each of them has."""
+def families() -> list[Metric]:
     client = Client(ScriptedEngine(["."], tiny_tokenizer()))
     client.ok("/v1/completions", {"prompt": "Add"})
+    return list(text_string_to_metric_families(client.get("/metrics").text))
+
+
+@pytest.fixture(scope="module")
+def metrics(families: list[Metric]) -> dict[str, set[str]]:
+    """Names of samples, and the labels each of them has."""
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(client.get("/metrics").text):
+    for family in families:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -71,6 +77,18 @@ def test_the_board_asks_for_what_there_is(metrics: dict[str, set[str]]) -> None:
     for variable in BOARD["templating"]["list"]:
         for name in re.findall(r"[a-z]+:\w+", str(variable["query"])):
             assert name in metrics
+
+
+def test_rates_are_of_what_only_grows(families: list[Metric]) -> None:
+    kinds = {sample.name: family.type for family in families for sample in family.samples}
+    selector = re.compile(r"(rate\()?\b([a-z]+:\w+)\{.*?\}(\[\$__rate_interval\])?")
+    for expression in expressions():
+        for rate, name, interval in selector.findall(expression):
+            assert kinds[name] in ("gauge", "counter", "histogram")
+            assert bool(rate) == bool(interval) == (kinds[name] != "gauge"), expression
+            assert (kinds[name] == "histogram") == name.endswith(("_bucket", "_sum", "_count"))
+            assert name.endswith("_bucket") == ("histogram_quantile" in expression)
+            assert name.endswith("_bucket") == ("sum by (le) (" in expression)
 
 
 def test_panels_lie_side_by_side() -> None:
