@@ -74,7 +74,7 @@ class FakeEngine:
 
     # ------------------------------------------------------------------ requests
 
-    def add(self, request_id: str, ask: Ask, leader: Request | None = None) -> Request:
+    def add(self, request_id: str, ask: Ask) -> Request:
         """Submit a request; RequestError if the scheduler refuses it."""
         request = Request(
             request_id,
@@ -86,7 +86,6 @@ class FakeEngine:
             priority=ask.priority,
             bounded_prefill=ask.bounded_prefill,
             salt=ask.salt,
-            leader=leader,
             payload=ask,
         )
         self.scheduler.add(request)
@@ -125,8 +124,10 @@ class FakeEngine:
         self.between()
         if not self.finish_first:
             self._poll()
+        waiting_before = set(self.scheduler.waiting)
         plan = self.scheduler.schedule()
         self._check_oldest(running_before, preemptions_before)
+        self._check_nothing_twice(plan, waiting_before)
         self.execute(plan)
         self.finish_step(plan)
         self.check()
@@ -310,6 +311,28 @@ class FakeEngine:
         for request in before:
             if request.preemptions > preemptions[id(request)]:
                 assert any(r.order < request.order for r in stayed), request.request_id
+
+    def _check_nothing_twice(self, plan: StepPlan, waiting: set[Request]) -> None:
+        """No request is admitted to compute a block that one before it computes in this step."""
+        if not self.config.enable_prefix_caching:
+            return
+        for item in plan.scheduled:
+            one, b = item.request, self.block_size
+            end = (one.length // b + 1) * b
+            most = min(len(one.token_ids) - 1, (one.trigger or 10**9) - one.window)
+            if one.next_prompt_logits is not None:
+                most = min(most, one.next_prompt_logits)
+            if one not in waiting or one.compressed or end > most:
+                continue
+            for other, count in ((s.request, s.num_tokens) for s in plan.scheduled):
+                assert not (
+                    other.order < one.order
+                    and not other.compressed
+                    and other.length < end <= other.prompt_len
+                    and other.length + count > end - b
+                    and other.payload.salt == one.payload.salt
+                    and other.token_ids[:end] == one.token_ids[:end]
+                ), f"{one.request_id} computes what {other.request_id} does"
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.config.max_num_batched_tokens

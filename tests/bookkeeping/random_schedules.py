@@ -156,7 +156,7 @@ def run_schedule(seed: int, totals: Totals) -> FakeEngine:
     while asks or engine.scheduler.has_unfinished:
         while asks and rng.random() < arrival_rate:
             group: list[Request] = []
-            same = asks[-rng.choice((1, 1, 1, 3)) :]
+            same = asks[-rng.choice((1, 1, 1, 3, 8)) :]
             del asks[-len(same) :]
             for sample in range(len(same)):
                 name = f"r{len(asks)}.{sample}"
@@ -178,8 +178,8 @@ def run_schedule(seed: int, totals: Totals) -> FakeEngine:
 
 
 def submit(engine: FakeEngine, name: str, ask: Ask, group: list[Request]) -> bool:
-    """Add a sample of a prompt, led by the first of its group; False if it is refused, which may
-    only happen if it needs more blocks than there are."""
+    """Add a sample of a prompt; False if it is refused, which may only happen if it needs more
+    blocks than there are."""
     sample = replace(ask, seed=ask.seed + 1000 * len(group))
     tokens = len(ask.prompt) + ask.max_tokens - 1
     if ask.max_blocks is not None:
@@ -187,7 +187,7 @@ def submit(engine: FakeEngine, name: str, ask: Ask, group: list[Request]) -> boo
         tokens = min(tokens, max(first, ask.max_blocks * engine.block_size))
     fits = tokens <= engine.config.num_blocks * engine.block_size
     try:
-        request = engine.add(name, sample, leader=group[0] if group else None)
+        request = engine.add(name, sample)
     except RequestError as error:
         assert not fits, f"refused though it fits: {error}"
         return False

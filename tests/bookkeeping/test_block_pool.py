@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from zipage.cache.block_pool import BlockPool, OutOfBlocks
@@ -56,6 +58,34 @@ def test_cached_blocks_are_evicted_least_recently_released_first_and_deepest_fir
     evicted = [names[pool.allocate(1)[0]] for _ in range(4)]
     assert evicted == ["old1", "old0", "new1", "new0"]
     assert pool.lookup(b"old0") is None
+
+
+def test_short_memory_evicts_no_more_than_is_asked_for() -> None:
+    """One block after another, the oldest first, and none while a free one is left."""
+    rng = random.Random(1)
+    pool = BlockPool(20)
+    owned: list[list[int]] = []
+    expected: list[int] = []  # cached blocks, the next to be evicted first
+    evicted = 0
+    for i in range(3000):
+        count = rng.randint(1, 5)
+        if pool.num_available >= count and rng.random() < 0.6:
+            needed = max(0, count - pool.num_free)
+            taken = pool.allocate(count)
+            assert taken[count - needed :] == expected[:needed]
+            expected, evicted = expected[needed:], evicted + needed
+            owned.append(taken)
+            if rng.random() < 0.8:
+                for block in taken:
+                    pool.set_hash(block, b"%d %d" % (i, block))
+        elif owned:
+            blocks = owned.pop(rng.randrange(len(owned)))
+            expected += [b for b in reversed(blocks) if pool.block_hash(b) is not None]
+            pool.release(blocks)
+        assert pool.num_cached == len(expected)
+        assert all(pool.lookup(pool.block_hash(block) or b"") == block for block in expected)
+    assert evicted > 500
+    pool.check_integrity(owned)
 
 
 def test_an_acquired_cached_block_is_not_evicted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zipage.engine.request import RequestStatus
@@ -191,41 +193,121 @@ def test_salted_prompts_share_nothing() -> None:
     assert cached(engine, "again") == 16
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("length", [3 * B - 1, 3 * B, 3 * B + 1])
-def test_samples_of_one_prompt_wait_for_its_prefill_and_share_it(
-    length: int, enable_prefix_caching: bool
-) -> None:
-    engine = make_engine(enable_prefix_caching=enable_prefix_caching, max_num_batched_tokens=8)
-    leader = engine.add("s0", Ask(prompt(length), max_tokens=12, max_blocks=3))
-    for i in range(1, 4):
-        engine.add(f"s{i}", Ask(prompt(length), max_tokens=12, max_blocks=3, seed=i), leader)
-    while leader.num_computed < length:
-        engine.step()
-        assert set(engine.scheduler.running) <= {leader}
-    engine.run()
-    expected = min(length - 1, 3 * B - 2) // B * B if enable_prefix_caching else 0
-    assert [cached(engine, f"s{i}") for i in range(1, 4)] == [expected] * 3
+def computed(engine: FakeEngine, name: str | None = None) -> int:
+    """Tokens computed so far, of one request or of all."""
+    return sum(n for items in engine.schedule_log for who, n in items if name in (None, who))
 
 
-def test_samples_go_on_when_their_leader_is_aborted() -> None:
-    engine = make_engine(max_num_batched_tokens=4)
-    leader = engine.add("s0", Ask(prompt(20), max_tokens=5))
-    engine.add("s1", Ask(prompt(20), max_tokens=5, seed=1), leader)
-    engine.step()
-    engine.abort("s0")
-    engine.run()
-    assert engine.reasons == {"s0": "aborted", "s1": "finished"}
-
-
-def test_a_sample_with_a_leader_does_not_block_the_queue() -> None:
-    engine = make_engine(max_num_batched_tokens=8)
-    leader = engine.add("s0", Ask(prompt(30), max_tokens=2))
-    engine.add("s1", Ask(prompt(30), max_tokens=2, seed=1), leader)
-    engine.add("other", Ask(prompt(3, seed=5), max_tokens=1))
-    engine.run()
-    first = {}
+def first_steps(engine: FakeEngine) -> dict[str, int]:
+    """The step in which each request got its first tokens."""
+    first: dict[str, int] = {}
     for step, items in enumerate(engine.schedule_log):
         for name, _ in items:
             first.setdefault(name, step)
-    assert first["other"] < first["s1"]
+    return first
+
+
+@pytest.mark.parametrize("batch", [3, 8, 256])
+@pytest.mark.parametrize("max_blocks", [None, 3])
+@pytest.mark.parametrize("length", [1, B, 3 * B - 1, 3 * B, 3 * B + 1, 7 * B])
+def test_equal_prompts_at_once_are_computed_once(
+    length: int, max_blocks: int | None, batch: int
+) -> None:
+    engine = make_engine(max_num_batched_tokens=batch, num_query_slots=8)
+    for i in range(8):
+        engine.add(f"r{i}", Ask(prompt(length), max_tokens=12, max_blocks=max_blocks, seed=i))
+    engine.run()
+    most = length - 1
+    if max_blocks is not None:
+        most = min(most, max(length, 3 * B) - 2)
+    shared = most // B * B
+    assert [cached(engine, f"r{i}") for i in range(8)] == [0] + [shared] * 7
+    assert computed(engine) == length + 7 * (length - shared) + 8 * 11
+
+
+def test_without_a_prefix_cache_nobody_waits() -> None:
+    engine = make_engine(enable_prefix_caching=False)
+    for i in range(4):
+        engine.add(f"r{i}", Ask(prompt(3 * B), max_tokens=2, seed=i))
+    assert engine.step().num_tokens == 4 * 3 * B
+    engine.run()
+
+
+def test_each_part_of_a_prefix_has_one_who_computes_it() -> None:
+    engine = make_engine()
+    text = prompt(12 * B)
+    engine.add("long", Ask(text, max_tokens=1))
+    for i in range(2):
+        engine.add(f"a{i}", Ask((*text[:B], *prompt(B, seed=3), i), max_tokens=1, seed=i))
+    engine.add("b", Ask((*text[:B], *prompt(B, seed=4)), max_tokens=1))
+    engine.run()
+    assert first_steps(engine) == {"long": 0, "a0": 1, "b": 1, "a1": 2}
+    assert [cached(engine, name) for name in ("long", "a0", "b", "a1")] == [0, B, B, 2 * B]
+
+
+def test_another_takes_over_from_one_that_is_aborted() -> None:
+    engine = make_engine(max_num_batched_tokens=B)
+    for i in range(4):
+        engine.add(f"r{i}", Ask(prompt(20), max_tokens=5, seed=i))
+    engine.step()
+    engine.abort("r0")
+    engine.run()
+    assert engine.reasons == {"r0": "aborted"} | {f"r{i}": "finished" for i in range(1, 4)}
+    assert [cached(engine, f"r{i}") for i in range(4)] == [0, B, 16, 16]
+
+
+def test_a_step_that_fails_leaves_nobody_with_blocks_that_were_not_written() -> None:
+    """The first of four equal prompts ends in its step: nobody had relied on it."""
+    engine = make_engine()
+    for i in range(4):
+        engine.add(f"r{i}", Ask(prompt(20), max_tokens=5, seed=i))
+    plan = engine.scheduler.schedule()
+    assert [item.request.request_id for item in plan.scheduled] == ["r0"]
+    engine.abort("r0")
+    assert engine.pool.num_available == engine.pool.num_blocks
+    engine.run()
+    assert [cached(engine, f"r{i}") for i in range(1, 4)] == [0, 16, 16]
+
+
+def test_who_waits_for_a_prefix_does_not_hold_up_others_and_keeps_its_row() -> None:
+    engine = make_engine(max_num_batched_tokens=64, max_num_seqs=3)
+    for i in range(2):
+        engine.add(f"s{i}", Ask(prompt(30), max_tokens=9, seed=i))
+    for i in range(2):
+        engine.add(f"other{i}", Ask(prompt(3, seed=5 + i), max_tokens=3))
+    engine.run()
+    assert first_steps(engine) == {"s0": 0, "other0": 0, "s1": 1, "other1": 3}
+
+
+@pytest.mark.parametrize("why", ["salt", "logits", "priority"])
+def test_who_can_not_or_need_not_wait_does_not(why: str) -> None:
+    engine = make_engine(max_num_batched_tokens=256)
+    engine.add("first", Ask(prompt(20), max_tokens=2))
+    options = {"salt": {"salt": b"x"}, "priority": {"priority": -1}}.get(why, {})
+    if why == "priority":
+        # Already computing its prompt, in small chunks, when somebody comes that goes before it.
+        limits = engine.config
+        engine.scheduler.config = replace(limits, max_num_batched_tokens=2)
+        engine.step()
+        engine.scheduler.config = limits
+    request = engine.add("second", Ask(prompt(20), max_tokens=2, **options))  # type: ignore[arg-type]
+    if why == "logits":
+        request.next_prompt_logits = 0
+    engine.step()
+    assert ("second", 20) in engine.schedule_log[-1]
+    engine.run()
+
+
+def test_nobody_waits_for_a_request_that_waits_itself() -> None:
+    """One that stands still for want of a query slot computes nothing that could be waited for."""
+    engine = make_engine(num_query_slots=1)
+    engine.add("holder", Ask(prompt(2 * B - 2, seed=9), max_tokens=3 * B, max_blocks=2, window=4))
+    engine.step()
+    engine.add("still", Ask(prompt(2 * B), max_tokens=3 * B, max_blocks=2, window=4))
+    engine.step()
+    still = engine.scheduler.requests["still"]
+    assert still.length == B and still.query_slot is None
+    engine.add("free", Ask(prompt(2 * B), max_tokens=2))
+    engine.step()
+    assert ("free", B) in engine.schedule_log[-1]
+    engine.run()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,20 @@ def test_errors(args: list[str], word: str) -> None:
     result = bench(*args)
     assert result.exit_code == 2
     assert word in result.stderr
+
+
+def test_it_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr, which is no terminal here; what comes to stdout is the report alone."""
+    monkeypatch.setattr("zipage.cli.progress._LINE_SECONDS", 0.0)
+    result = bench(*SMALL)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stderr.splitlines() if " requests of 3, " in line]
+    assert len(lines) > 100
+    assert re.fullmatch(
+        r"0 requests of 3, \d+ tokens, [\d,]+ tokens/s, running 3, waiting 0", lines[5]
+    )
+    assert lines[-1].startswith("3 requests of 3, ")
+    assert "requests of" not in result.stdout
 
 
 def test_an_interrupt_ends_it_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The live view on stderr."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,31 @@ def test_a_file_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.pause()
         progress.resume()
     assert file.getvalue() == ""
+
+
+def test_a_file_gets_a_line_every_ten_seconds_if_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("sys.stderr", file)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with EngineProgress(8, "requests", lines=True) as progress:
+        for second in range(26):
+            now[0] = 100.0 + second
+            if progress.due:
+                tokens = 100 + 50 * second + 500 * max(0, second - 10)
+                progress.update(replace(STATS, generated_tokens=tokens), second // 10)
+    assert file.getvalue().splitlines() == [
+        "1 requests of 8, 500 tokens, 50 tokens/s, running 3, waiting 2",
+        "2 requests of 8, 6,000 tokens, 550 tokens/s, running 3, waiting 2",
+    ]
+
+
+def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with EngineProgress(8, lines=True) as progress:
+        assert not progress._lines
+    monkeypatch.setattr("sys.stderr", None)
+    assert not EngineProgress(8, lines=True).due
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

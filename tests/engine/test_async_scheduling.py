@@ -170,6 +170,8 @@ def test_every_kind_of_sampling_runs_ahead(
             outputs = llm.generate(prompts, [SamplingParams(**kind) for kind in kinds])
             assert (llm.stats().preemptions > 0) is tight
             assert_empty(llm)
+            counts = llm.engine.core.runner.sampler._counts
+            assert counts is not None and len(counts.counts) == llm.config.max_num_seqs
         answers = [output.outputs[0] for output in outputs]
         results.append([(a.token_ids, a.logprobs, a.finish_reason) for a in answers])
     assert results[0] == results[1]

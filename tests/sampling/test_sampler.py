@@ -96,6 +96,47 @@ def step_logits(params, step, rounded=False):
     return logits.bfloat16().float() if rounded else logits
 
 
+def test_penalties_take_no_more_rows_than_sequences_run_at_once():
+    """Nine sequences by turns, three at once, as after preemptions; some of their last tokens are
+    only known on the device. Each is penalised as alone."""
+    rng = random.Random(3)
+    params = SamplingParams(temperature=0, frequency_penalty=0.2, repetition_penalty=1.1)
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(0)) * 2
+
+    expected = []
+    for i in range(9):
+        output, alone = [], Sampler()
+        one = state(params, [1, 2, 5 + i], output, vocab_size=300)
+        for _ in range(25):
+            output += alone.sample(logits[i : i + 1], [one]).token_ids
+        expected.append(output)
+    assert all(2 < max(Counter(output).values()) < 20 for output in expected)
+
+    sampler = Sampler(max_num_seqs=3)
+    outputs = [[] for _ in range(9)]
+    states = [state(params, [1, 2, 5 + i], outputs[i], vocab_size=300) for i in range(9)]
+    unread = {}
+    while any(len(output) < 25 for output in outputs):
+        left = [i for i in range(9) if len(outputs[i]) + (i in unread) < 25]
+        rows = rng.sample(left, min(len(left), rng.randint(1, 3))) or list(unread)
+        for i in [i for i in unread if i not in rows or i not in left or rng.random() < 0.5]:
+            outputs[i].append(unread.pop(i))
+        rows = [i for i in rows if i in left]
+        if not rows:
+            continue
+        launched = sampler.launch(
+            logits[rows],
+            [states[i] for i in rows],
+            unread=[i in unread for i in rows],
+            last_tokens=torch.tensor([unread.get(i, 0) for i in rows]),
+        )
+        for i in list(unread):
+            outputs[i].append(unread.pop(i))
+        unread = dict(zip(rows, launched.wait().token_ids, strict=True))
+        assert len(sampler._counts.counts) == 3
+    assert outputs == expected
+
+
 @pytest.mark.parametrize("rounded", [False, True], ids=["fp32", "bf16 ties"])
 def test_rows_do_not_depend_on_their_batch(rounded):
     def logits_of(params, step):

@@ -79,6 +79,7 @@ def offline(
     output lengths are fixed, end-of-sequence tokens ignored, decoding is greedy: every engine
     has the same work. The roofline is the time that memory bandwidth allows at least: the
     weights once per step and the live KV cache, at the speed of a copy measured in the same run.
+    Progress goes to stderr, as a line every ten seconds where that is no terminal.
     """
     options = dict(engine)
     with contextlib.ExitStack() as stack:
@@ -89,7 +90,7 @@ def offline(
             llm = stack.enter_context(LLM(options.pop("model"), **options))
         requests = make_workload(workload, llm.engine.vocab_size, num_requests, output_len, scale)
         check_lengths(requests, llm.engine.max_model_len, scale)
-        progress = stack.enter_context(EngineProgress(len(requests), "requests"))
+        progress = stack.enter_context(EngineProgress(len(requests), "requests", lines=True))
         stop = stack.enter_context(stop_on_signal())
 
         def watch(stats: EngineStats, finished: int) -> None:

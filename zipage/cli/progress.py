@@ -1,4 +1,4 @@
-"""A live view of the engine on stderr, for people at a terminal."""
+"""The state of the engine on stderr: a live view at a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zipage.engine.stats import EngineStats
 
 _REFRESH_SECONDS = 0.1
+_LINE_SECONDS = 10.0
 #: Tokens per second are those of the last seconds.
 _RATE_SECONDS = 5.0
 
@@ -22,15 +23,18 @@ _RATE_SECONDS = 5.0
 class EngineProgress:
     """Two bars, answers and KV blocks, with the engine's gauges beside them.
 
-    Does nothing unless stderr is a terminal.
+    Does nothing if stderr is no terminal, or writes lines.
 
     Args:
         total: requests to be answered.
         label: what the first bar counts.
+        lines: write a line every ten seconds where there is no terminal.
     """
 
-    def __init__(self, total: int, label: str = "answers") -> None:
+    def __init__(self, total: int, label: str = "answers", lines: bool = False) -> None:
         self._progress: Progress | None = None
+        self._heading = f"{label} of {total}"
+        self._first_tokens = 0
         # Not what rich takes for a terminal, which a variable of the environment can claim.
         # There is no stderr where it was closed.
         if sys.stderr is not None and sys.stderr.isatty() and total > 0:
@@ -46,6 +50,7 @@ class EngineProgress:
             )
             self._answers = self._progress.add_task(label, total=total, gauges="")
             self._blocks = self._progress.add_task("KV blocks", total=None, gauges="")
+        self._lines = lines and sys.stderr is not None and self._progress is None
         self._next_refresh = 0.0
         self._rates: deque[tuple[float, int]] = deque()
 
@@ -66,13 +71,16 @@ class EngineProgress:
     @property
     def due(self) -> bool:
         """Whether it is time for an `update`: gathering the numbers costs time, too."""
-        return self._progress is not None and time.monotonic() >= self._next_refresh
+        wanted = self._progress is not None or self._lines
+        return wanted and time.monotonic() >= self._next_refresh
 
     def update(self, stats: EngineStats, finished: int) -> None:
         """Show the engine's state and how many requests have ended."""
+        now = time.monotonic()
+        if self._lines:
+            self._write_line(stats, finished, now)
         if self._progress is None:
             return
-        now = time.monotonic()
         self._next_refresh = now + _REFRESH_SECONDS
         self._progress.update(
             self._answers,
@@ -87,6 +95,20 @@ class EngineProgress:
             total=stats.blocks_total,
             completed=stats.blocks_owned,
             gauges=f"compressions {stats.compressions}, preemptions {stats.preemptions}",
+        )
+
+    def _write_line(self, stats: EngineStats, finished: int, now: float) -> None:
+        self._next_refresh = now + _LINE_SECONDS
+        if not self._rates:
+            self._first_tokens = stats.generated_tokens
+            self._rate(now, stats.generated_tokens)
+            return  # what came before says nothing of the speed
+        rate = self._rate(now, stats.generated_tokens)
+        print(
+            f"{finished} {self._heading}, {stats.generated_tokens - self._first_tokens:,} tokens, "
+            f"{rate:,.0f} tokens/s, running {stats.running}, waiting {stats.waiting}",
+            file=sys.stderr,
+            flush=True,
         )
 
     def pause(self) -> None:

@@ -91,13 +91,10 @@ class EngineCore:
         Raises:
             RequestError: it could never run, see `Scheduler.add`.
         """
-        leader: Request | None = None
         for index, sequence_id in enumerate(request.sequence_ids):
-            sequence = self._make_sequence(request, index, leader)
+            sequence = self._make_sequence(request, index)
             self.scheduler.add(sequence)
             self._requests[sequence_id] = sequence
-            if self.config.enable_prefix_caching:
-                leader = leader or sequence
         if self.recorder is not None:
             for index, sequence_id in enumerate(request.sequence_ids):
                 name = request.request_id
@@ -105,7 +102,7 @@ class EngineCore:
                     self._requests[sequence_id], f"{name}#{index}" if request.params.n > 1 else name
                 )
 
-    def _make_sequence(self, request: EngineRequest, index: int, leader: Request | None) -> Request:
+    def _make_sequence(self, request: EngineRequest, index: int) -> Request:
         params, runner = request.params, self.runner
         output: list[int] = []
         sampling = SamplingState(
@@ -130,7 +127,6 @@ class EngineCore:
             priority=request.priority,
             bounded_prefill=self.config.bounded_prefill,
             salt=request.salt.encode(),
-            leader=leader,
             # One answer reads the prompt's logits for all of them.
             next_prompt_logits=0 if reads_prompt else None,
             report_kept=params.return_kv_stats or self.recorder is not None,

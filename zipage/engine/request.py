@@ -39,7 +39,6 @@ class Request:
         priority: lower runs earlier, as in vLLM.
         bounded_prefill: compress between the chunks of a prompt longer than the budget.
         salt: part of the prefix hash.
-        leader: request whose prefill this one waits for, to share its prompt blocks (n > 1).
         next_prompt_logits: first prompt position whose logits the layer above has yet to read; the
             tokens from it on are computed even where the prefix cache holds them. None: no more.
         report_kept: whether its compressions report the text positions they kept.
@@ -59,7 +58,6 @@ class Request:
     priority: int = 0
     bounded_prefill: bool = False
     salt: bytes = b""
-    leader: Request | None = None
     next_prompt_logits: int | None = None
     report_kept: bool = False
     external_id: str | None = None

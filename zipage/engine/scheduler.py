@@ -179,7 +179,6 @@ class Scheduler:
             raise ValueError(f"request {request.request_id} can't finish from {request.status}")
         request.status = RequestStatus.FINISHED
         request.finish_time = time.perf_counter()
-        request.leader = None
         del self.requests[request.request_id]
 
     def _leave_running(self, request: Request) -> None:
@@ -417,17 +416,21 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self, plan: StepPlan) -> None:
+        if not self.waiting or not self._free_rows:
+            return
         budget = self._budget_left
-        i = 0
-        while i < len(self.waiting) and self._free_rows and budget > 0:
+        filled = self._blocks_filled(plan.scheduled)
+        i = 0  # requests that wait for a prefix; each keeps a row free for itself
+        while i < len(self.waiting) and i < len(self._free_rows) and budget > 0:
             request = self.waiting[i]
-            if self._waits_for_leader(request):
-                i += 1
-                continue
             if request.status is RequestStatus.SWAPPED:
                 admitted = self._admit_swapped(request, plan)
             else:
-                admitted = self._admit_fresh(request, budget)
+                hits, block_hash = self._match(request)
+                if filled.get(block_hash, request.order) < request.order:
+                    i += 1
+                    continue
+                admitted = self._admit_fresh(request, hits, budget)
             if not admitted:
                 break
             self.waiting.pop(i)
@@ -439,16 +442,47 @@ class Scheduler:
             if count:
                 self._append(plan, request, count)
                 budget -= count
+                for key, order in self._blocks_filled(plan.scheduled[-1:]).items():
+                    filled[key] = min(order, filled.get(key, order))
 
-    @staticmethod
-    def _waits_for_leader(request: Request) -> bool:
-        leader = request.leader
-        if leader is None:
-            return False
-        if leader.status is RequestStatus.FINISHED or leader.num_computed >= leader.prompt_len:
-            request.leader = None
-            return False
-        return True
+    def _blocks_filled(self, items: list[ScheduledTokens]) -> dict[bytes, tuple[int, int]]:
+        """Hashes of the prompt blocks that these items write to, with the order of the first
+        request that does so.
+
+        A request behind it that needs such a block next waits for it, rather than to compute and
+        store the same. Not for one that gets no tokens in this step: somebody always goes on.
+        """
+        filled: dict[bytes, tuple[int, int]] = {}
+        if not self.prefix_cache.enabled:
+            return filled
+        b = self.config.block_size
+        for item in items:
+            request = item.request
+            first = request.length // b
+            last = min(-(-(request.length + item.num_tokens) // b), request.prompt_len // b)
+            if first >= last or request.compressed:
+                continue
+            hashes = request.block_hashes
+            self.prefix_cache.extend_hashes(hashes, request.token_ids, last, request.salt)
+            for key in hashes[first:last]:
+                filled[key] = min(request.order, filled.get(key, request.order))
+        return filled
+
+    def _match(self, request: Request) -> tuple[list[int], bytes]:
+        """The cached blocks a request can start from, and the hash of the next one that it could
+        share (b"" if there is none)."""
+        # The last known token is always computed, so that there are logits to sample from; and
+        # so are the tokens of the window, so that there are queries to score with.
+        most = request.num_pending - 1
+        if request.trigger is not None:
+            most = min(most, request.trigger - request.window)
+        if request.next_prompt_logits is not None:
+            most = min(most, request.next_prompt_logits)
+        most //= self.config.block_size
+        hashes = request.block_hashes
+        hits = self.prefix_cache.match(hashes, request.token_ids, most, request.salt)
+        more = len(hits) < most and self.prefix_cache.enabled
+        return hits, hashes[len(hits)] if more else b""
 
     def _admit_swapped(self, request: Request, plan: StepPlan) -> bool:
         count, had_slot = self._swapped[request.request_id]
@@ -463,18 +497,8 @@ class Scheduler:
         plan.swap_ins.append(SwapMove(request, tuple(request.block_ids), request.query_slot))
         return True
 
-    def _admit_fresh(self, request: Request, budget: int) -> bool:
+    def _admit_fresh(self, request: Request, hits: list[int], budget: int) -> bool:
         b = self.config.block_size
-        # The last known token is always computed, so that there are logits to sample from; and
-        # so are the tokens of the window, so that there are queries to score with.
-        most = request.num_pending - 1
-        if request.trigger is not None:
-            most = min(most, request.trigger - request.window)
-        if request.next_prompt_logits is not None:
-            most = min(most, request.next_prompt_logits)
-        hits = self.prefix_cache.match(
-            request.block_hashes, request.token_ids, most // b, request.salt
-        )
         known = request.num_pending
         if request.trigger is not None:
             known = min(known, request.trigger)

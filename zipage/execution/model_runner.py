@@ -126,7 +126,7 @@ class ModelRunner:
             free = memory.free()
         self.model = self._load_weights(dtype, memory, free)
         mc = self.model_config
-        self.sampler = Sampler(seed=config.seed, device=self.device)
+        self.sampler = Sampler(config.seed, self.device, config.max_num_seqs)
         width = -(-self.max_model_len // config.block_size) + 1
         self._tables = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self._ahead = config.schedules_ahead(self.device.type)

@@ -46,20 +46,23 @@ class _Slot:
 
 
 class TokenCounts:
-    """One row of counts for each penalised sequence, from its first sampled token to its end.
+    """One row of counts for each penalised sequence that is sampled.
+
+    A sequence keeps its row to its end, unless others need one: then it is counted again when it
+    goes on. So all memory is taken at once, and its size is known.
 
     Args:
         vocab_size: V.
+        num_slots: rows; P is never more.
         device: where they are kept.
 
     Attributes:
-        counts: ``[slots, V]`` int32, see `penalise`.
+        counts: ``[num_slots, V]`` int32, see `penalise`.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self.counts = torch.empty(num_slots, vocab_size, dtype=torch.int32, device=device)
         self._slots: weakref.WeakKeyDictionary[SamplingState, _Slot] = weakref.WeakKeyDictionary()
-        self._free: list[int] = []
 
     def update(
         self,
@@ -75,7 +78,7 @@ class TokenCounts:
             last_tokens: ``[P]`` int64, those tokens; None if there are none.
         """
         vocab_size = self.counts.shape[1]
-        slots = [self._slots.get(state) or self._take(state) for state in states]
+        slots = [self._slots.get(state) or self._take(state, states) for state in states]
         prompts, outputs, pending = [], [], []
         progress: dict[int, tuple[_Slot, int]] = {}
         for row, (state, slot) in enumerate(zip(states, slots, strict=True)):
@@ -109,14 +112,14 @@ class TokenCounts:
     def _upload(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return to_device(torch.from_numpy(values), self.counts.device)
 
-    def _take(self, state: SamplingState) -> _Slot:
-        if not self._free:
-            known = len(self.counts)
-            more = self.counts.new_zeros(max(4, known), self.counts.shape[1])
-            self.counts = torch.cat((self.counts, more))
-            self._free += range(len(self.counts) - 1, known - 1, -1)
-        slot = _Slot(self._free.pop())
+    def _take(self, state: SamplingState, present: Sequence[SamplingState]) -> _Slot:
+        """A row for a sequence: a free one, or that of a sequence that isn't in this step."""
+        free = set(range(len(self.counts))) - {slot.index for slot in self._slots.values()}
+        if free:
+            slot = _Slot(min(free))
+        else:
+            absent = next(other for other in self._slots if other not in present)
+            slot = _Slot(self._slots.pop(absent).index)
         self.counts[slot.index].zero_()
         self._slots[state] = slot
-        weakref.finalize(state, self._free.append, slot.index)
         return slot

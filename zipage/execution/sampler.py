@@ -183,11 +183,15 @@ class Sampler:
     Args:
         seed: of the generator that all requests without a seed of their own draw from.
         device: of the logits.
+        max_num_seqs: most sequences sampled at once.
     """
 
-    def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, seed: int = 0, device: torch.device | str = "cpu", max_num_seqs: int = 256
+    ) -> None:
         self._generator = random.Random(seed)
         self._device = torch.device(device)
+        self._max_num_seqs = max_num_seqs
         self._counts: TokenCounts | None = None
         self._draw_rows, self._penalise = draw_rows, penalise
         if self._device.type == "cuda" and importlib.util.find_spec("triton") is not None:
@@ -333,7 +337,7 @@ class Sampler:
             flat.index_add_(0, self._upload(biased), added)
         if penalised:
             if self._counts is None:
-                self._counts = TokenCounts(vocab_size, self._device)
+                self._counts = TokenCounts(vocab_size, self._max_num_seqs, self._device)
             chosen = [rows[index] for index in penalised]
             seen_by = [states[row] for row in chosen]
             pending = [unread is not None and unread[row] for row in chosen]
