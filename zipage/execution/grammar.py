@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,20 @@ class GrammarCompiler:
         # What ends an answer is decided here, not by the parser: its end token is none of ours.
         end = self._vocab_size
         return llguidance.LLTokenizer(vocabulary, n_vocab=end + 1, eos_token=end)
+
+
+def schema_fault(schema: Mapping[str, Any]) -> str | None:
+    """What is wrong with a JSON schema for any tokenizer; None if there is nothing."""
+    try:
+        llguidance: Any = importlib.import_module("llguidance")
+    except ImportError:
+        return None  # whoever wants to use it is told
+    form = StructuredOutputsParams(json=schema)
+    try:
+        grammar = _grammar(llguidance, form)
+    except ValueError as error:
+        return str(error)
+    return str(llguidance.LLMatcher.validate_grammar(grammar)) or None
 
 
 def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:

@@ -47,12 +47,11 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # A model that may reason is taken to do so unless the prompt closed its reasoning.
     may_reason = serving.reasons and prompt.opens_reasoning is not False
-    params = serving.sampling(
-        body, max_tokens, logprobs, call_schema=plan.schema, may_reason=may_reason
-    )
+    forms = {"tool_choice": plan.form}
+    params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
-    return await serving.deliver(request, [job], answer, body.stream or False)
+    return await serving.deliver(request, [job], answer, body.stream or False, form)
 
 
 class _Answer:

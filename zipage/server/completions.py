@@ -42,7 +42,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
         max_tokens = max(1, min(max_tokens, room))
     for prompt in prompts:
         serving.check_length(len(prompt.token_ids), max_tokens, "prompt")
-    params = serving.sampling(
+    params, form = serving.sampling(
         body,
         # The engine always generates; the one token of a request for none is left out.
         max_tokens or 1,
@@ -51,7 +51,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     )
     answer = _Answer(serving, body, model, prompts, params, f"cmpl-{request_id_of(request)}")
     jobs = [serving.job(answer.id, body, p.text, p.token_ids, params) for p in prompts]
-    return await serving.deliver(request, jobs, answer, body.stream or False)
+    return await serving.deliver(request, jobs, answer, body.stream or False, form)
 
 
 class _Answer:
