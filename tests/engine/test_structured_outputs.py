@@ -384,6 +384,47 @@ def test_bad_forms_are_refused(small_model: Path) -> None:
         assert_empty(llm)
 
 
+#: What zipage-tiny's vocabulary, without quotation marks and brackets, cannot write, and why.
+INTEGER = {"type": "integer"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}}
+UNWRITABLE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {**OBJECT, "required": ["a"]}}, "has '\"', which it needs"),
+    ({"json": {"type": "string"}}, "has '\"', which it needs"),
+    ({"json": {"type": "array", "items": INTEGER}}, "has '[', which it needs"),
+    ({"json": {"enum": ["a", [1]]}}, "has '\"' or '[', one of which it needs"),
+    ({"regex": "[0-9]q"}, "has 'q', which it needs"),
+    ({"choice": ["a你好"]}, "has '你', which it needs"),
+    ({"choice": ["é", "à"]}, "begins with c3, which it needs"),
+    ({"regex": '[!"$%&q]'}, "'!' or '\"' or '$' or one of 3 others, one of which it needs"),
+    ({"grammar": 'start: "1" "\\"" start'}, "has '\"', which it needs"),
+    ({"json": {"const": None}}, "can begin it"),
+]
+
+
+@pytest.mark.parametrize(("form", "reason"), UNWRITABLE, ids=str)
+def test_what_the_vocabulary_lacks_is_named(
+    form: dict[str, Any], reason: str, small_model: Path
+) -> None:
+    with make_small_llm(small_model) as llm, pytest.raises(RequestError) as caught:
+        llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": form}))
+    (kind,) = form
+    begin = f"structured_outputs.{kind} cannot be written by this model: no token of its vocabulary"
+    assert str(caught.value).startswith(begin) and str(caught.value).endswith(reason)
+
+
+@pytest.mark.parametrize("json_schema", [OBJECT, INTEGER, {"anyOf": [{"type": "string"}, INTEGER]}])
+def test_what_one_way_can_write_is_legal(json_schema: Any, small_model: Path) -> None:
+    with make_small_llm(small_model) as llm:
+        llm.engine.inputs.grammars.compile(StructuredOutputsParams(json=json_schema))
+
+
+def test_a_dead_end_names_what_is_missing(small_model: Path) -> None:
+    params = SamplingParams(seed=1, structured_outputs={"regex": "[0-9]{30}quit"})  # type: ignore[arg-type]
+    with make_small_llm(small_model) as llm:
+        error = llm.generate([[5]], params)[0].error
+    assert error is not None and error.endswith("which must go on with 'quit'")
+
+
 def test_a_known_form_waits_for_no_other(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
