@@ -25,8 +25,9 @@ from zipage import AsyncLLM, RequestError, RequestOutput, SamplingParams, Struct
 from zipage.engine.client import EngineClient
 from zipage.engine.process_client import EngineProcessClient
 from zipage.engine.steps import StepRunner
-from zipage.execution.grammar import _check_multiples
+from zipage.execution.grammar import GrammarCompiler, _check_multiples
 from zipage.execution.model_runner import ModelRunner
+from zipage.tokenizer import load_tokenizer
 
 no_retries = pytest.mark.usefixtures("no_retries")
 
@@ -382,6 +383,73 @@ def test_bad_forms_are_refused(small_model: Path) -> None:
                     llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": options}))
                 assert word in str(caught.value), options
         assert_empty(llm)
+
+
+WRITTEN: list[tuple[dict[str, Any], str, tuple[bool, bool]]] = [
+    # How JSON is written, and whether it is legal with and without white space.
+    ({"separators": (",", ":")}, "", (True, True)),
+    ({}, "", (True, False)),
+    ({"indent": 2}, "", (True, False)),
+    ({"indent": 16}, "", (True, False)),
+    ({"indent": "\t"}, "", (True, False)),
+    ({"separators": (" , ", " : ")}, "", (True, False)),
+    ({"separators": (",  ", ": ")}, "", (False, False)),
+    ({"separators": (",\n\n", ":")}, "", (False, False)),
+    ({"separators": (",\n" + 65 * " ", ":")}, "", (False, False)),
+    ({"separators": (",", ":")}, " ", (False, False)),
+]
+
+
+@pytest.mark.parametrize(("style", "tail", "legal"), WRITTEN, ids=str)
+def test_white_space_of_json(
+    style: dict[str, Any], tail: str, legal: tuple[bool, bool], byte_level_model: Path
+) -> None:
+    value = {"a": [1, {"b": []}], "c": {"d": "x  y"}, "e": 0.5}
+    text = json.dumps(value, **style) + tail
+    tokenizer = load_tokenizer(str(byte_level_model))
+    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [])
+    for schema in ({"type": "object"}, {"type": "object", "x-guidance": {}}):
+        for compact, wanted in zip((False, True), legal, strict=True):
+            form = StructuredOutputsParams(json=schema, disable_any_whitespace=compact)
+            parser = compiler.compile(form).deep_copy()
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert (parser.consume_tokens(ids) and parser.is_accepting()) is wanted
+
+
+def test_a_schema_may_say_what_white_space_it_has(byte_level_model: Path) -> None:
+    tokenizer = load_tokenizer(str(byte_level_model))
+    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [])
+    for own, text in (
+        ({"whitespace_pattern": "_"}, '{_"a":_1}'),
+        ({"whitespace_flexible": False}, '{"a":1}'),
+        ({"whitespace_flexible": True}, '{ "a": 1}'),
+    ):
+        form = StructuredOutputsParams(json={**OBJECT, "required": ["a"], "x-guidance": own})
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        parser = compiler.compile(form).deep_copy()
+        assert parser.consume_tokens(ids) and parser.is_accepting()
+        spaced = tokenizer.encode('{ "a":1}', add_special_tokens=False)
+        assert compiler.compile(form).deep_copy().consume_tokens(spaced) is (
+            own == {"whitespace_flexible": True}
+        )
+    compiler.compile(StructuredOutputsParams(json={"type": "object", "x-guidance": 5}))
+
+
+def test_a_model_cannot_go_on_with_white_space(byte_level_model: Path) -> None:
+    """However much it likes to."""
+    tokenizer = load_tokenizer(str(byte_level_model))
+    liked = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).strip(" \n\t\r") == ""]
+    params = SamplingParams(
+        seed=0,
+        logit_bias=dict.fromkeys(liked, 100.0),
+        max_tokens=300,
+        structured_outputs={"json": {**OBJECT, "required": ["a"]}},  # type: ignore[arg-type]
+    )
+    with make_small_llm(byte_level_model, max_model_len=512) as llm:
+        answer = llm.generate([[5]], params)[0].outputs[0]
+    # Three places, of 65 characters each.
+    assert answer.finish_reason == "stop" and answer.text.count(" ") <= 3 * 65
+    assert isinstance(json.loads(answer.text)["a"], int)
 
 
 #: What zipage-tiny's vocabulary, without quotation marks and brackets, cannot write, and why.

@@ -165,6 +165,22 @@ def test_failures_name_the_field_that_was_sent(client: Client, stream: bool) -> 
     assert error["message"].startswith("the request failed: guided_regex: ")
 
 
+@pytest.mark.parametrize("server", [False, True])
+def test_white_space(server: bool) -> None:
+    """The server's option is that of every way to ask, and a request's own field comes first."""
+    engine = ScriptedEngine(["5"], tiny_tokenizer())
+    client = Client(engine, structured_outputs_disable_any_whitespace=server)
+    for fields, _, _ in FORMS:
+        client.ok(URL, {"messages": CHAT, **fields})
+        assert form_of(engine).disable_any_whitespace is server
+    for own in (False, True):
+        form = {"json": SCHEMA, "disable_any_whitespace": own}
+        client.ok(URL, {"messages": CHAT, "structured_outputs": form})
+        assert form_of(engine).disable_any_whitespace is own
+    only = {"messages": CHAT, "structured_outputs": {"disable_any_whitespace": True}}
+    assert client.error(URL, only)["param"] == "structured_outputs"
+
+
 def test_forced_calls() -> None:
     call = '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
     engine = ScriptedEngine(list(call), tiny_tokenizer(HERMES))

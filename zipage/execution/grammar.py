@@ -34,6 +34,9 @@ _MAX_CACHED = 128
 _MAX_REMAINDERS = 100_000
 #: What makes one number a multiple of several.
 _MERGING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+#: White space between parts of JSON: a space, or a line end and the next line's indentation. Every
+#: usual way to write JSON has no more; with any white space, models may go on with it for ever.
+_WHITE_SPACE = r" |\r?\n( {0,64}|\t{0,16})"
 #: Bytes that occur in UTF-8.
 _UTF8 = frozenset(range(0xF5)) - {0xC0, 0xC1}
 #: Beginnings of an answer that are tried to find out whether the vocabulary can write any.
@@ -197,9 +200,12 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
     """The form as a grammar in Lark's notation."""
     if form.kind in ("json", "json_object"):
         options = {"whitespace_flexible": not form.disable_any_whitespace}
-        schema = json.loads(llguidance.LLMatcher.grammar_from_json_schema(form.text, options))
-        _check_multiples(schema["grammars"][0]["json_schema"])
-        lark = f"start: %json {json.dumps(schema['grammars'][0]['json_schema'])}"
+        made = json.loads(llguidance.LLMatcher.grammar_from_json_schema(form.text, options))
+        schema = made["grammars"][0]["json_schema"]
+        _check_multiples(schema)
+        if schema["x-guidance"].get("whitespace_flexible"):
+            schema["x-guidance"].setdefault("whitespace_pattern", _WHITE_SPACE)
+        lark = f"start: %json {json.dumps(schema)}"
     elif form.kind == "regex":
         made = json.loads(llguidance.LLMatcher.grammar_from_regex(form.regex))
         lark = made["grammars"][0]["lark_grammar"]

@@ -279,7 +279,8 @@ class Serving:
         wanted = structured_output(body, forms or {})
         if wanted is None:
             return SamplingParams.from_dict(options), None
-        form = wanted.options
+        compact = settings.structured_outputs_disable_any_whitespace
+        form = {"disable_any_whitespace": compact, **wanted.options}
         if may_reason:
             if self.think_end is None:
                 name = wanted.field

@@ -42,6 +42,9 @@ class ServerSettings:
         tool_call_parser: how the model writes tool calls: ``hermes``
             (<tool_call>{...}</tool_call>; Qwen), ``llama3_json``, ``none``, or ``auto`` to go by
             the chat template.
+        structured_outputs_disable_any_whitespace: JSON of structured outputs has no white space
+            between its parts, unless a request says otherwise (vLLM's
+            ``structured_outputs_config.disable_any_whitespace``).
         request_timeout: seconds after which a request is aborted; None for no limit.
         stall_timeout: seconds a client may leave a streamed event unread before its request is
             aborted.
@@ -77,6 +80,7 @@ class ServerSettings:
     trust_chat_templates: bool = False
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    structured_outputs_disable_any_whitespace: bool = False
     request_timeout: float | None = None
     stall_timeout: float = 60.0
     max_queued_requests: int | None = 2048

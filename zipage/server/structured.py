@@ -67,13 +67,15 @@ def structured_output(
         found["response_format"] = form
     if body.structured_outputs is not None:
         given = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        compact = given.pop("disable_any_whitespace", None)
         if len(given) != 1:
             message = "structured_outputs needs exactly one of json, json_object, regex, choice"
             raise bad_request("structured_outputs", f"{message}, grammar")
         ((kind, value),) = given.items()
         if kind != "json_object" or value:
             name = f"structured_outputs.{kind}"
-            found["structured_outputs"] = RequestedForm(name, {kind: _schema(value)})
+            options = {} if compact is None else {"disable_any_whitespace": compact}
+            found["structured_outputs"] = RequestedForm(name, {kind: _schema(value), **options})
     for kind in ("json", "regex", "choice", "grammar"):
         name, value = f"guided_{kind}", getattr(body, f"guided_{kind}")
         if value is not None:
