@@ -310,6 +310,53 @@ def test_the_end_comes_where_the_form_is_satisfied(small_model: Path) -> None:
     assert answer(small_model, structured_outputs=four, max_tokens=3)[2] == "length"
 
 
+#: Two digits, then what zipage-tiny cannot write, or the end.
+ONLY_AN_END = [
+    {"structured_outputs": StructuredOutputsParams(regex='[0-9]{2}("x)?')},
+    {"structured_outputs": StructuredOutputsParams(choice=["57", '57"'])},
+]
+
+
+@pytest.mark.parametrize("form", ONLY_AN_END, ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("options", "ends", "stop_reason"),
+    [
+        ({}, [EOS], None),
+        ({"min_tokens": 8}, [EOS], None),
+        ({"min_tokens": 3}, [EOS], None),
+        ({"min_tokens": 8, "ignore_eos": True}, [EOS], None),
+        ({"ignore_eos": True}, [EOS], None),
+        ({"min_tokens": 8, "stop_token_ids": [300], "logit_bias": {300: 90.0}}, [300], 300),
+        ({"ignore_eos": True, "stop_token_ids": [300]}, [300], 300),
+    ],
+    ids=str,
+)
+def test_the_form_comes_before_min_tokens(
+    small_model: Path,
+    form: dict[str, Any],
+    ahead: bool,
+    options: dict[str, Any],
+    ends: list[int],
+    stop_reason: int | None,
+) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, **options, **form)
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
+        (output,) = llm.generate([[5, 6, 7]], params)
+        assert_empty(llm)
+    assert output.error is None, output.error
+    (one,) = output.outputs
+    assert (len(one.text), one.text.isdigit(), one.finish_reason) == (2, True, "stop")
+    assert (one.token_ids[2:], one.stop_reason) == (ends, stop_reason)
+
+
+def test_min_tokens_hold_while_the_form_can_go_on(small_model: Path) -> None:
+    bias = {EOS: 100.0, 300: 100.0}
+    for more in ({}, {"stop_token_ids": [300]}):
+        ids, text, reason, _ = answer(small_model, logit_bias=bias, min_tokens=6, **more)
+        assert (len(ids), len(text), reason) == (7, 6, "stop")
+
+
 def test_stop_tokens_and_strings(small_model: Path) -> None:
     eager: dict[str, Any] = {"logit_bias": {SEVEN: 100.0}, "max_tokens": 9}
     ids, text, reason, stop = answer(small_model, stop_token_ids=[SEVEN], **eager)

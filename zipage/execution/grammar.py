@@ -297,7 +297,8 @@ class AnswerForm:
     """The form of one answer, and how far it has got. It follows the answer's tokens.
 
     End-of-sequence and stop tokens are no part of the form: they are possible where the form is
-    satisfied, and nowhere else.
+    satisfied, and nowhere else. Where nothing else is possible they are in spite of ``min_tokens``
+    and ``ignore_eos``.
 
     Args:
         matcher: a compiled form.
@@ -305,8 +306,11 @@ class AnswerForm:
         output_token_ids: tokens generated so far; kept by reference, the engine appends to it.
         end_token_ids: tokens that end the answer.
         barred_token_ids: end-of-sequence tokens that do not (``ignore_eos``).
+        min_tokens: before so many tokens the answer ends only where nothing else is possible.
 
     Attributes:
+        ended: whether a token has ended the answer, if need be against `min_tokens` and
+            ``ignore_eos``: then the form had no other one.
         fault: why no further token can be chosen; None while there is nothing wrong.
     """
 
@@ -317,17 +321,20 @@ class AnswerForm:
         output_token_ids: Sequence[int],
         end_token_ids: Collection[int],
         barred_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._begin, self._begun = matcher, 0
         self.matcher = matcher.deep_copy()
         self.fault: str | None = None
         self._output = output_token_ids
+        self.ended = False
         self._read = 0
+        self._min_tokens = min_tokens
         self._ends = np.array(sorted(end_token_ids), dtype=np.int64)
         self._never = np.array(sorted({*barred_token_ids, *end_token_ids}), dtype=np.int64)
         self._reasoning_end = list(form.reasoning_end_token_ids or ())
         self._reasons = bool(self._reasoning_end)
-        self._end_set = frozenset(end_token_ids)
+        self._end_set = frozenset(self._never.tolist())
 
     def advance(self) -> None:
         """Takes in the tokens that were generated since the last call."""
@@ -338,18 +345,21 @@ class AnswerForm:
                 start = max(0, self._read - len(self._reasoning_end))
                 self._reasons = self._output[start : self._read] != self._reasoning_end
                 self._begun = self._read
-            elif token_id not in self._end_set and not self.matcher.consume_token(token_id):
+            elif token_id in self._end_set:
+                self.ended = True
+            elif not self.matcher.consume_token(token_id):
                 self.fault = f"structured_outputs: {_cause(self.matcher)}"
 
     @property
     def complete(self) -> bool:
         """Whether nothing can be added."""
-        return not self._reasons and self.fault is None and self.matcher.is_stopped()
+        stops = self.ended or self.matcher.is_stopped()
+        return not self._reasons and self.fault is None and stops
 
     @property
     def parses(self) -> bool:
         """Whether the parser decides what comes next."""
-        return not self._reasons and self.fault is None and not self.matcher.is_stopped()
+        return not (self._reasons or self.fault is not None or self.complete)
 
     def finish_bits(self, bits: npt.NDArray[np.int32], vocab_size: int) -> None:
         """Brings a row of `allowed_tokens` in line with what ends the answer."""
@@ -361,7 +371,10 @@ class AnswerForm:
             return
         _set_bits(bits, self._never, False)
         if self.parses and self.matcher.is_accepting():
-            _set_bits(bits, self._ends, True)
+            if self._read >= self._min_tokens:
+                _set_bits(bits, self._ends, True)
+            if not _any_token(bits, vocab_size):
+                _set_bits(bits, self._never, True)  # the form comes first
         if not _any_token(bits, vocab_size):
             self.fault = self._dead_end()
             bits[:] = -1
