@@ -171,7 +171,7 @@ def test_an_unknown_model(client: Client) -> None:
 def test_context_length_errors_name_the_numbers(client: Client) -> None:
     tokens = client.ok("/tokenize", {"messages": CHAT})["count"]
     error = client.error(CHATS, {"messages": CHAT, "max_tokens": 2040})
-    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
     for number in ("2048", str(tokens), "2040", str(tokens + 2040)):
         assert f"{number} " in error["message"] or f"({number} " in error["message"]
     fits = {"messages": CHAT, "max_tokens": 2048 - tokens, "stop": "#"}
@@ -179,6 +179,32 @@ def test_context_length_errors_name_the_numbers(client: Client) -> None:
     error = client.error(COMPLETIONS, {"prompt": [6] * 2048})
     assert "2048 tokens. However, your prompt has 2048" in error["message"]
     assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "field"),
+    [
+        (COMPLETIONS, {"prompt": [6] * 40}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [[6], [6] * 40]}, "max_tokens"),
+        (CHATS, {"messages": CHAT}, "max_tokens"),
+        (CHATS, {"messages": CHAT}, "max_completion_tokens"),
+        (RESPONSES, {"input": SUM}, "max_output_tokens"),
+    ],
+)
+def test_too_many_tokens_asked_for_name_the_field_that_asks(
+    client: Client, path: str, prompt: dict[str, Any], field: str
+) -> None:
+    for most in (-1, 2047, 2048, 10**9):
+        error = client.error(path, {**prompt, field: most})
+        assert error["param"] == field
+    # What the message says there is room for is legal, and one token more is not.
+    room = int(error["message"].rpartition("at most ")[2].rstrip("."))
+    assert client.error(path, {**prompt, field: room + 1})["param"] == field
+    assert client.post(path, {**prompt, field: room, "stop": ["e", " ", "1"]}).status_code == 200
+    (name,) = prompt
+    word = "Add these numbers. " * 700
+    alone = {"prompt": [6] * 2048, "input": word, "messages": [{"role": "user", "content": word}]}
+    assert client.error(path, {name: alone[name], field: 1})["param"] == name
 
 
 def test_deep_nesting_is_refused(client: Client) -> None:

@@ -36,12 +36,11 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     if body.suffix:
         raise bad_request("suffix", "suffix is not supported: prompts are continued at their end")
     prompts = await text_prompts(serving, body.prompt, body.add_special_tokens)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None:
-        room = min(serving.engine.max_model_len - len(p.token_ids) for p in prompts)
-        max_tokens = max(1, min(max_tokens, room))
-    for prompt in prompts:
-        serving.check_length(len(prompt.token_ids), max_tokens, "prompt")
+        max_tokens = max(1, min(max_tokens, serving.engine.max_model_len - longest))
+    serving.check_length(longest, "prompt", max_tokens, "max_tokens")
     params, form = serving.sampling(
         body,
         # The engine always generates; the one token of a request for none is left out.

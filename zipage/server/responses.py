@@ -57,7 +57,7 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     most = body.max_output_tokens
     if most is not None and most < 1:
         raise bad_request("max_output_tokens", f"max_output_tokens={most} must be at least 1")
-    serving.check_length(len(prompt.token_ids), most, "input")
+    serving.check_length(len(prompt.token_ids), "input", most, "max_output_tokens")
     forms = {"tool_choice": plan.form}
     if body.text is not None and body.text.format is not None:
         schema = JsonSchemaFormat(schema=body.text.format.json_schema)

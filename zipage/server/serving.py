@@ -202,8 +202,16 @@ class Serving:
             )
         return model
 
-    def check_length(self, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+    def check_length(
+        self, prompt_tokens: int, param: str, max_tokens: int | None, max_tokens_param: str
+    ) -> None:
         """Refuse what exceeds the model's length.
+
+        Args:
+            prompt_tokens: of the prompt.
+            param: the prompt's field.
+            max_tokens: most tokens generated, if the request says so.
+            max_tokens_param: the field that says it.
 
         Raises:
             ApiError: with the numbers.
@@ -218,8 +226,10 @@ class Serving:
         elif max_tokens is not None and prompt_tokens + max_tokens > limit:
             message += (
                 f"you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
-                f"{param}, {max_tokens} in the completion). Please reduce one of them."
+                f"{param}, {max_tokens} in the completion). Please reduce one of them: "
+                f"{max_tokens_param} can be at most {limit - prompt_tokens}."
             )
+            param = max_tokens_param
         else:
             return
         raise bad_request(param, message, "context_length_exceeded")
