@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.conftest import CHAT, SUM, Client
@@ -279,6 +280,34 @@ def test_keys(engine: Any) -> None:
     assert client.post("/tokenize", {"prompt": "Add"}).status_code == 401
     assert client.get("/v1/models", headers={"Authorization": "bearer second"}).status_code == 200
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/health", "/version", "/metrics", "/dashboard", "/openapi.json"),
+        *("/v1/models", "/v1/models/zipage-tiny", "/v1/models/none"),
+        *(COMPLETIONS, "/nowhere"),
+    ],
+)
+def test_head_answers_like_get_without_a_body(live: str, path: str) -> None:
+    with httpx.Client(base_url=live) as http:
+        for _ in range(2):  # on one connection, which a body would spoil
+            head, get = http.head(path), http.get(path)
+            assert head.status_code == get.status_code and head.content == b""
+            kept = ["content-type", "allow"]
+            if get.status_code == 200 and path != "/metrics":  # whose numbers change
+                kept.append("content-length")
+            assert [head.headers.get(n) for n in kept] == [get.headers.get(n) for n in kept]
+
+
+def test_head_is_told_what_get_is(engine: Any) -> None:
+    client = Client(engine, api_keys=["key"])
+    assert client.request("HEAD", "/v1/models").status_code == 401
+    assert client.request("HEAD", "/health").status_code == 200
+    assert client.request("HEAD", "/dashboard/events").status_code in (401, 405)
+    client.app.state.serving.draining = True
+    assert client.request("HEAD", "/health").status_code == 503
 
 
 def test_names_of_the_model(engine: Any) -> None:

@@ -22,7 +22,7 @@ from zipage import __version__
 from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
-from zipage.server.dashboard.routes import Dashboard
+from zipage.server.dashboard.routes import EVENTS, Dashboard
 from zipage.server.document import openapi_document
 from zipage.server.errors import (
     ApiError,
@@ -193,6 +193,7 @@ def create_app(
     _add_system(app, serving)
     _add_metrics(app, metrics)
     dashboard = Dashboard(app, serving) if settings.dashboard else None
+    _add_head(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limit=settings.body_limit)
     if settings.api_keys:
@@ -301,6 +302,19 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
     async def version() -> Response:
         """Zipage's version."""
         return JSONResponse({"version": __version__})
+
+
+def _add_head(app: FastAPI) -> None:
+    """Lets HEAD answer like GET, as load balancers probe with it; uvicorn leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and route.path != EVENTS:
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=None,
+                include_in_schema=False,
+            )
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
