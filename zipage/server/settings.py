@@ -13,6 +13,8 @@ from zipage.config import parse_bytes
 from zipage.errors import ConfigError, shown
 
 REASONING_PARSERS = ("auto", "think", "none")
+MOST_PROMPTS = 16_384
+"""Most prompts of a request; checking a million of them would hold up all other requests."""
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 
 
@@ -103,8 +105,9 @@ class ServerSettings:
         Raises:
             ConfigError: one is illegal.
         """
-        for name in ("max_n", "max_prompts", "max_stop"):
+        for name in ("max_n", "max_stop"):
             self._check_int(name, 1, 2**31 - 1)
+        self._check_int("max_prompts", 1, MOST_PROMPTS)
         self._check_int("max_logprobs", 0, 20)
         self._check_int("port", 0, 65535)
         if self.max_queued_requests is not None:
