@@ -25,7 +25,8 @@ class StructuredOutputsParams:
         regex: a regular expression that the whole answer matches (Rust's syntax, no look-around).
         choice: strings, one of which the answer is. Kept as a tuple.
         grammar: a context-free grammar in Lark's or llama.cpp's GBNF notation.
-        disable_any_whitespace: JSON without optional white space.
+        disable_any_whitespace: JSON without optional white space. Otherwise its parts may be
+            separated by a space, or by a line end and indentation.
         reasoning_end_token_ids: tokens that end the reasoning, such as that of ``</think>``: the
             form applies to what follows their first occurrence in the answer. None, the default:
             to all of it. Kept as a tuple.

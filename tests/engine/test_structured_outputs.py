@@ -25,8 +25,9 @@ from zipage import AsyncLLM, RequestError, RequestOutput, SamplingParams, Struct
 from zipage.engine.client import EngineClient
 from zipage.engine.process_client import EngineProcessClient
 from zipage.engine.steps import StepRunner
-from zipage.execution.grammar import _check_multiples
+from zipage.execution.grammar import GrammarCompiler, _check_multiples
 from zipage.execution.model_runner import ModelRunner
+from zipage.tokenizer import load_tokenizer
 
 no_retries = pytest.mark.usefixtures("no_retries")
 
@@ -309,6 +310,53 @@ def test_the_end_comes_where_the_form_is_satisfied(small_model: Path) -> None:
     assert answer(small_model, structured_outputs=four, max_tokens=3)[2] == "length"
 
 
+#: Two digits, then what zipage-tiny cannot write, or the end.
+ONLY_AN_END = [
+    {"structured_outputs": StructuredOutputsParams(regex='[0-9]{2}("x)?')},
+    {"structured_outputs": StructuredOutputsParams(choice=["57", '57"'])},
+]
+
+
+@pytest.mark.parametrize("form", ONLY_AN_END, ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("options", "ends", "stop_reason"),
+    [
+        ({}, [EOS], None),
+        ({"min_tokens": 8}, [EOS], None),
+        ({"min_tokens": 3}, [EOS], None),
+        ({"min_tokens": 8, "ignore_eos": True}, [EOS], None),
+        ({"ignore_eos": True}, [EOS], None),
+        ({"min_tokens": 8, "stop_token_ids": [300], "logit_bias": {300: 90.0}}, [300], 300),
+        ({"ignore_eos": True, "stop_token_ids": [300]}, [300], 300),
+    ],
+    ids=str,
+)
+def test_the_form_comes_before_min_tokens(
+    small_model: Path,
+    form: dict[str, Any],
+    ahead: bool,
+    options: dict[str, Any],
+    ends: list[int],
+    stop_reason: int | None,
+) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, **options, **form)
+    with make_small_llm(small_model, async_scheduling=ahead) as llm:
+        (output,) = llm.generate([[5, 6, 7]], params)
+        assert_empty(llm)
+    assert output.error is None, output.error
+    (one,) = output.outputs
+    assert (len(one.text), one.text.isdigit(), one.finish_reason) == (2, True, "stop")
+    assert (one.token_ids[2:], one.stop_reason) == (ends, stop_reason)
+
+
+def test_min_tokens_hold_while_the_form_can_go_on(small_model: Path) -> None:
+    bias = {EOS: 100.0, 300: 100.0}
+    for more in ({}, {"stop_token_ids": [300]}):
+        ids, text, reason, _ = answer(small_model, logit_bias=bias, min_tokens=6, **more)
+        assert (len(ids), len(text), reason) == (7, 6, "stop")
+
+
 def test_stop_tokens_and_strings(small_model: Path) -> None:
     eager: dict[str, Any] = {"logit_bias": {SEVEN: 100.0}, "max_tokens": 9}
     ids, text, reason, stop = answer(small_model, stop_token_ids=[SEVEN], **eager)
@@ -382,6 +430,114 @@ def test_bad_forms_are_refused(small_model: Path) -> None:
                     llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": options}))
                 assert word in str(caught.value), options
         assert_empty(llm)
+
+
+WRITTEN: list[tuple[dict[str, Any], str, tuple[bool, bool]]] = [
+    # How JSON is written, and whether it is legal with and without white space.
+    ({"separators": (",", ":")}, "", (True, True)),
+    ({}, "", (True, False)),
+    ({"indent": 2}, "", (True, False)),
+    ({"indent": 16}, "", (True, False)),
+    ({"indent": "\t"}, "", (True, False)),
+    ({"separators": (" , ", " : ")}, "", (True, False)),
+    ({"separators": (",  ", ": ")}, "", (False, False)),
+    ({"separators": (",\n\n", ":")}, "", (False, False)),
+    ({"separators": (",\n" + 65 * " ", ":")}, "", (False, False)),
+    ({"separators": (",", ":")}, " ", (False, False)),
+]
+
+
+@pytest.mark.parametrize(("style", "tail", "legal"), WRITTEN, ids=str)
+def test_white_space_of_json(
+    style: dict[str, Any], tail: str, legal: tuple[bool, bool], byte_level_model: Path
+) -> None:
+    value = {"a": [1, {"b": []}], "c": {"d": "x  y"}, "e": 0.5}
+    text = json.dumps(value, **style) + tail
+    tokenizer = load_tokenizer(str(byte_level_model))
+    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [])
+    for schema in ({"type": "object"}, {"type": "object", "x-guidance": {}}):
+        for compact, wanted in zip((False, True), legal, strict=True):
+            form = StructuredOutputsParams(json=schema, disable_any_whitespace=compact)
+            parser = compiler.compile(form).deep_copy()
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert (parser.consume_tokens(ids) and parser.is_accepting()) is wanted
+
+
+def test_a_schema_may_say_what_white_space_it_has(byte_level_model: Path) -> None:
+    tokenizer = load_tokenizer(str(byte_level_model))
+    compiler = GrammarCompiler(lambda: tokenizer, len(tokenizer), [])
+    for own, text in (
+        ({"whitespace_pattern": "_"}, '{_"a":_1}'),
+        ({"whitespace_flexible": False}, '{"a":1}'),
+        ({"whitespace_flexible": True}, '{ "a": 1}'),
+    ):
+        form = StructuredOutputsParams(json={**OBJECT, "required": ["a"], "x-guidance": own})
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        parser = compiler.compile(form).deep_copy()
+        assert parser.consume_tokens(ids) and parser.is_accepting()
+        spaced = tokenizer.encode('{ "a":1}', add_special_tokens=False)
+        assert compiler.compile(form).deep_copy().consume_tokens(spaced) is (
+            own == {"whitespace_flexible": True}
+        )
+    compiler.compile(StructuredOutputsParams(json={"type": "object", "x-guidance": 5}))
+
+
+def test_a_model_cannot_go_on_with_white_space(byte_level_model: Path) -> None:
+    """However much it likes to."""
+    tokenizer = load_tokenizer(str(byte_level_model))
+    liked = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).strip(" \n\t\r") == ""]
+    params = SamplingParams(
+        seed=0,
+        logit_bias=dict.fromkeys(liked, 100.0),
+        max_tokens=300,
+        structured_outputs={"json": {**OBJECT, "required": ["a"]}},  # type: ignore[arg-type]
+    )
+    with make_small_llm(byte_level_model, max_model_len=512) as llm:
+        answer = llm.generate([[5]], params)[0].outputs[0]
+    # Three places, of 65 characters each.
+    assert answer.finish_reason == "stop" and answer.text.count(" ") <= 3 * 65
+    assert isinstance(json.loads(answer.text)["a"], int)
+
+
+#: What zipage-tiny's vocabulary, without quotation marks and brackets, cannot write, and why.
+INTEGER = {"type": "integer"}
+OBJECT = {"type": "object", "properties": {"a": INTEGER}}
+UNWRITABLE: list[tuple[dict[str, Any], str]] = [
+    ({"json": {**OBJECT, "required": ["a"]}}, "has '\"', which it needs"),
+    ({"json": {"type": "string"}}, "has '\"', which it needs"),
+    ({"json": {"type": "array", "items": INTEGER}}, "has '[', which it needs"),
+    ({"json": {"enum": ["a", [1]]}}, "has '\"' or '[', one of which it needs"),
+    ({"regex": "[0-9]q"}, "has 'q', which it needs"),
+    ({"choice": ["a你好"]}, "has '你', which it needs"),
+    ({"choice": ["é", "à"]}, "begins with c3, which it needs"),
+    ({"regex": '[!"$%&q]'}, "'!' or '\"' or '$' or one of 3 others, one of which it needs"),
+    ({"grammar": 'start: "1" "\\"" start'}, "has '\"', which it needs"),
+    ({"json": {"const": None}}, "can begin it"),
+]
+
+
+@pytest.mark.parametrize(("form", "reason"), UNWRITABLE, ids=str)
+def test_what_the_vocabulary_lacks_is_named(
+    form: dict[str, Any], reason: str, small_model: Path
+) -> None:
+    with make_small_llm(small_model) as llm, pytest.raises(RequestError) as caught:
+        llm.generate([[5]], SamplingParams.from_dict({"structured_outputs": form}))
+    (kind,) = form
+    begin = f"structured_outputs.{kind} cannot be written by this model: no token of its vocabulary"
+    assert str(caught.value).startswith(begin) and str(caught.value).endswith(reason)
+
+
+@pytest.mark.parametrize("json_schema", [OBJECT, INTEGER, {"anyOf": [{"type": "string"}, INTEGER]}])
+def test_what_one_way_can_write_is_legal(json_schema: Any, small_model: Path) -> None:
+    with make_small_llm(small_model) as llm:
+        llm.engine.inputs.grammars.compile(StructuredOutputsParams(json=json_schema))
+
+
+def test_a_dead_end_names_what_is_missing(small_model: Path) -> None:
+    params = SamplingParams(seed=1, structured_outputs={"regex": "[0-9]{30}quit"})  # type: ignore[arg-type]
+    with make_small_llm(small_model) as llm:
+        error = llm.generate([[5]], params)[0].error
+    assert error is not None and error.endswith("which must go on with 'quit'")
 
 
 def test_a_known_form_waits_for_no_other(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -10,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ import pytest
 
 from tests.cli.invoke import invoke
 from tests.server.conftest import Process
+from zipage import AsyncLLM
 from zipage.errors import ConfigError
+from zipage.server import run
 from zipage.server.run import _listening, check_listening
 from zipage.server.settings import ServerSettings
 
@@ -51,6 +56,39 @@ def test_running_requests_finish_after_sigterm(processes: list[Process], tmp_pat
     assert server.stop() == 0
     access = [line for line in server.lines if "zipage.server.access" in line]
     assert any("GET /v1/models 200" in line for line in access), server.lines
+    ends = [line for line in server.lines if "zipage.server.run" in line]
+    assert "draining 1 requests, for at most 30 s" in ends[0] and "stopped" in ends[1]
+
+
+def test_an_idle_server_says_that_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+    servers: list[Any] = []
+    listens = threading.Event()
+
+    class Server(run._Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            servers.append(self)
+
+    engine = AsyncLLM(num_kv_blocks=20, block_size=16, kv_budget=None, max_model_len=128)
+    settings = ServerSettings(port=0, drain_timeout=2.5)
+    codes: list[int] = []
+
+    def serve() -> None:
+        codes.append(run.run_server(engine, settings, lambda line: listens.set()))
+
+    with (
+        mock.patch.object(run, "_Server", Server),
+        caplog.at_level(logging.INFO, logger="zipage.server.run"),
+    ):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert listens.wait(30)
+        assert not caplog.messages
+        servers[0].handle_exit(signal.SIGTERM, None)
+        thread.join(30)
+    gc.unfreeze()
+    assert codes == [0]
+    assert caplog.messages == ["draining 0 requests, for at most 2.5 s", "stopped"]
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.conftest import CHAT, SUM, Client
@@ -171,7 +173,7 @@ def test_an_unknown_model(client: Client) -> None:
 def test_context_length_errors_name_the_numbers(client: Client) -> None:
     tokens = client.ok("/tokenize", {"messages": CHAT})["count"]
     error = client.error(CHATS, {"messages": CHAT, "max_tokens": 2040})
-    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
     for number in ("2048", str(tokens), "2040", str(tokens + 2040)):
         assert f"{number} " in error["message"] or f"({number} " in error["message"]
     fits = {"messages": CHAT, "max_tokens": 2048 - tokens, "stop": "#"}
@@ -179,6 +181,49 @@ def test_context_length_errors_name_the_numbers(client: Client) -> None:
     error = client.error(COMPLETIONS, {"prompt": [6] * 2048})
     assert "2048 tokens. However, your prompt has 2048" in error["message"]
     assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "field"),
+    [
+        (COMPLETIONS, {"prompt": [6] * 40}, "max_tokens"),
+        (COMPLETIONS, {"prompt": [[6], [6] * 40]}, "max_tokens"),
+        (CHATS, {"messages": CHAT}, "max_tokens"),
+        (CHATS, {"messages": CHAT}, "max_completion_tokens"),
+        (RESPONSES, {"input": SUM}, "max_output_tokens"),
+    ],
+)
+def test_too_many_tokens_asked_for_name_the_field_that_asks(
+    client: Client, path: str, prompt: dict[str, Any], field: str
+) -> None:
+    for most in (-1, 2047, 2048, 10**9):
+        error = client.error(path, {**prompt, field: most})
+        assert error["param"] == field
+    # What the message says there is room for is legal, and one token more is not.
+    room = int(error["message"].rpartition("at most ")[2].rstrip("."))
+    assert client.error(path, {**prompt, field: room + 1})["param"] == field
+    assert client.post(path, {**prompt, field: room, "logit_bias": {"2": 100}}).status_code == 200
+    (name,) = prompt
+    word = "Add these numbers. " * 700
+    alone = {"prompt": [6] * 2048, "input": word, "messages": [{"role": "user", "content": word}]}
+    assert client.error(path, {name: alone[name], field: 1})["param"] == name
+
+
+def test_a_large_body_is_read_like_a_small_one(client: Client) -> None:
+    big = "x" * 1_200_000
+    body = {"prompt": "Add", "max_tokens": 1, "x": [big, [[1]] * 1000]}
+    assert client.ok(COMPLETIONS, body)["choices"]
+    nested: Any = 1
+    for _ in range(120):
+        nested = [nested]
+    for bad, word in (
+        (json.dumps(body).encode()[:-1], "valid JSON"),
+        (json.dumps({**body, "x": [big, nested]}).encode(), "100 levels"),
+        (json.dumps({**body, "x": [big, float("nan")]}).encode(), "valid JSON"),
+    ):
+        error = client.error(COMPLETIONS, bad)
+        assert error["code"] == "invalid_json" and word in error["message"]
+        assert gc.isenabled()
 
 
 def test_deep_nesting_is_refused(client: Client) -> None:
@@ -253,6 +298,34 @@ def test_keys(engine: Any) -> None:
     assert client.post("/tokenize", {"prompt": "Add"}).status_code == 401
     assert client.get("/v1/models", headers={"Authorization": "bearer second"}).status_code == 200
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/health", "/version", "/metrics", "/dashboard", "/openapi.json"),
+        *("/v1/models", "/v1/models/zipage-tiny", "/v1/models/none"),
+        *(COMPLETIONS, "/nowhere"),
+    ],
+)
+def test_head_answers_like_get_without_a_body(live: str, path: str) -> None:
+    with httpx.Client(base_url=live) as http:
+        for _ in range(2):  # on one connection, which a body would spoil
+            head, get = http.head(path), http.get(path)
+            assert head.status_code == get.status_code and head.content == b""
+            kept = ["content-type", "allow"]
+            if get.status_code == 200 and path != "/metrics":  # whose numbers change
+                kept.append("content-length")
+            assert [head.headers.get(n) for n in kept] == [get.headers.get(n) for n in kept]
+
+
+def test_head_is_told_what_get_is(engine: Any) -> None:
+    client = Client(engine, api_keys=["key"])
+    assert client.request("HEAD", "/v1/models").status_code == 401
+    assert client.request("HEAD", "/health").status_code == 200
+    assert client.request("HEAD", "/dashboard/events").status_code in (401, 405)
+    client.app.state.serving.draining = True
+    assert client.request("HEAD", "/health").status_code == 503
 
 
 def test_names_of_the_model(engine: Any) -> None:

@@ -52,6 +52,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "reasoning_parser": st.sampled_from(["think", "none"]),
     "tool_call_parser": st.sampled_from(["hermes", "llama3_json", "none"]),
     "on_engine_death": st.just("restart"),
+    "max_prompts": st.integers(1, 16_384),
     "max_logprobs": st.integers(0, 20),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "kv_cache_dtype": st.just("fp8"),

@@ -88,6 +88,99 @@ def test_mistakes(fields: dict[str, Any], param: str) -> None:
     assert client.error(URL, {"messages": CHAT, **fields})["param"] == param
 
 
+def tool(name: str, parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+RESPONSES = "/v1/responses"
+GOOD, BAD = {"type": "integer"}, {"type": "strin"}
+NAMED_TOOL = {"type": "function", "function": {"name": "b"}}
+#: What the engine refuses, and the field it must be called by.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        URL,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
+        "response_format.json_schema.schema",
+    ),
+    (URL, {"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+    (URL, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    (URL, {"structured_outputs": {"choice": ["qqq"]}}, "structured_outputs.choice"),
+    (URL, {"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    (URL, {"guided_json": BAD}, "guided_json"),
+    (URL, {"guided_json": "{"}, "guided_json"),
+    (URL, {"guided_regex": "("}, "guided_regex"),
+    (URL, {"guided_choice": ["qqq"]}, "guided_choice"),
+    (URL, {"guided_choice": [""]}, "guided_choice"),
+    (URL, {"guided_grammar": "start: x"}, "guided_grammar"),
+    (
+        URL,
+        {"tools": [tool("a", GOOD), tool("b", BAD)], "tool_choice": NAMED_TOOL},
+        "tools.1.function.parameters",
+    ),
+    (
+        URL,
+        {"tools": [tool("a", GOOD), tool("b", BAD)], "tool_choice": "required"},
+        "tools.1.function.parameters",
+    ),
+    (URL, {"tools": [tool("a", GOOD)], "tool_choice": "required"}, "tool_choice"),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}},
+        "text.format.schema",
+    ),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    (
+        RESPONSES,
+        {
+            "tools": [{"type": "function", "name": "a", "parameters": BAD}],
+            "tool_choice": {"type": "function", "name": "a"},
+        },
+        "tools.0.parameters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED, ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_name_the_field_that_was_sent(
+    client: Client, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    base = {"input": "Add"} if path == RESPONSES else {"messages": CHAT}
+    error = client.error(path, {**base, **fields, "stream": stream})
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert "structured_outputs" in param or "structured_outputs" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_name_the_field_that_was_sent(client: Client, stream: bool) -> None:
+    """Once the answer has begun: a dead end that the vocabulary leads into."""
+    body = {"prompt": "Add", "guided_regex": "[0-9]{40}q", "max_tokens": 99}
+    if stream:
+        answer = client.post("/v1/completions", {**body, "stream": True})
+        error = json.loads(answer.text.rstrip().rpartition("data: ")[2])["error"]
+    else:
+        error = client.error("/v1/completions", body, 500)
+    assert error["param"] == "guided_regex"
+    assert error["message"].startswith("the request failed: guided_regex: ")
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_white_space(server: bool) -> None:
+    """The server's option is that of every way to ask, and a request's own field comes first."""
+    engine = ScriptedEngine(["5"], tiny_tokenizer())
+    client = Client(engine, structured_outputs_disable_any_whitespace=server)
+    for fields, _, _ in FORMS:
+        client.ok(URL, {"messages": CHAT, **fields})
+        assert form_of(engine).disable_any_whitespace is server
+    for own in (False, True):
+        form = {"json": SCHEMA, "disable_any_whitespace": own}
+        client.ok(URL, {"messages": CHAT, "structured_outputs": form})
+        assert form_of(engine).disable_any_whitespace is own
+    only = {"messages": CHAT, "structured_outputs": {"disable_any_whitespace": True}}
+    assert client.error(URL, only)["param"] == "structured_outputs"
+
+
 def test_forced_calls() -> None:
     call = '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
     engine = ScriptedEngine(list(call), tiny_tokenizer(HERMES))

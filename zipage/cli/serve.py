@@ -24,7 +24,7 @@ _PANELS = {
     "allowed_origins",
     "Observation": "dashboard otlp_traces_endpoint log_prompts",
     "Chat": "served_model_names chat_template trust_chat_templates reasoning_parser "
-    "tool_call_parser",
+    "tool_call_parser structured_outputs_disable_any_whitespace",
     "Engine process": "on_engine_death heartbeat_timeout step_timeout",
     "Limits": "max_queued_requests request_timeout stall_timeout drain_timeout max_body_size "
     "max_n max_prompts max_stop max_logprobs",

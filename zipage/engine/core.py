@@ -141,7 +141,8 @@ class EngineCore:
             return None
         eos = [token_id for token_id in model.eos_token_ids if token_id < model.vocab_size]
         ends = params.stop_token_id_set.union(() if params.ignore_eos else eos)
-        return AnswerForm(self.grammars.compile(form), form, output, ends, eos)
+        compiled = self.grammars.compile(form)
+        return AnswerForm(compiled, form, output, ends, eos, params.min_tokens)
 
     def _load_tokenizer(self) -> Any:
         source = self.model_info().tokenizer

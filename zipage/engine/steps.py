@@ -341,19 +341,19 @@ class StepRunner:
     def _check_end(self, request: Request, token: int, update: TokenUpdate) -> None:
         params: SamplingParams = request.payload.params
         generated = request.num_output_tokens
-        if generated >= params.min_tokens:
+        form = request.payload.sampling.form
+        if form is not None:
+            form.advance()
+        if generated >= params.min_tokens or (form is not None and form.ended):
             if not params.ignore_eos and token in self._runner.model_config.eos_token_ids:
                 update.finish_reason = "stop"
                 return
             if params.stop_token_ids and token in params.stop_token_ids:
                 update.finish_reason, update.stop_reason = "stop", token
                 return
-        form = request.payload.sampling.form
-        if form is not None:
-            form.advance()
-            if form.complete:
-                update.finish_reason = "stop"
-                return
+        if form is not None and form.complete:
+            update.finish_reason = "stop"
+            return
         if generated >= request.max_tokens:
             update.finish_reason = "length"
 

@@ -322,7 +322,7 @@ class Sampler:
         penalised: list[int] = []
         for index, row in enumerate(rows):
             state, start = states[row], index * vocab_size
-            if state.below_min_tokens:
+            if state.below_min_tokens and state.form is None:  # which knows it itself
                 masked += [start + token_id for token_id in state.ending_token_ids]
             if state.params.logit_bias:
                 biased += [start + token_id for token_id in state.params.logit_bias]

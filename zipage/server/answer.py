@@ -11,6 +11,7 @@ from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import NamedToolChoice, Tool
 from zipage.server.reasoning import ReasoningSplitter
 from zipage.server.serving import Serving
+from zipage.server.structured import RequestedForm
 from zipage.server.tool_calls import (
     HermesParser,
     JsonCallsParser,
@@ -26,12 +27,12 @@ class ToolPlan:
 
     Attributes:
         described: what the chat template is told.
-        schema: JSON schema that forces a call; None where the model is free.
+        form: what forces a call; None where the model is free.
         make_parser: makes the parser of an answer, given whether it is streamed.
     """
 
     described: list[dict[str, Any]] | None = None
-    schema: dict[str, Any] | None = None
+    form: RequestedForm | None = None
     make_parser: Callable[[bool], ToolCallParser] | None = None
 
 
@@ -40,8 +41,16 @@ def plan_tools(
     tools: list[Tool] | None,
     choice: str | NamedToolChoice | None,
     parallel: bool | None,
+    parameters_field: str = "tools.{}.function.parameters",
 ) -> ToolPlan:
     """What a request's tools ask for.
+
+    Args:
+        serving: says how the model writes calls.
+        tools: on offer.
+        choice: which of them may or must be called.
+        parallel: whether there may be several calls.
+        parameters_field: where the request has the parameters of the tool of a number.
 
     Raises:
         ApiError: the choice fits no tool, or nothing is known of how the model calls them.
@@ -59,12 +68,19 @@ def plan_tools(
         name = choice.function.name
         if name not in names:
             raise bad_request("tool_choice", f"tool_choice names {name!r}, which is no tool")
-        schema = _parameters(tools[names.index(name)])
-        return ToolPlan(described, schema, lambda streaming: NamedCallParser(name))
+        index = names.index(name)
+        called = tools[index].function.parameters
+        field = "tool_choice" if called is None else parameters_field.format(index)
+        form = RequestedForm(field, {"json": _parameters(tools[index])})
+        return ToolPlan(described, form, lambda streaming: NamedCallParser(name))
     if choice == "required":
         return ToolPlan(
             described,
-            _required_schema(tools, most),
+            RequestedForm(
+                "tool_choice",
+                {"json": _required_schema(tools, most)},
+                {parameters_field.format(i): _parameters(tool) for i, tool in enumerate(tools)},
+            ),
             lambda streaming: JsonCallsParser(names, streaming, most, "[", ",", "]"),
         )
     styles: dict[str, Callable[..., ToolCallParser]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,7 +23,7 @@ from zipage import __version__
 from zipage.engine.client import EngineClient
 from zipage.errors import ZipageError
 from zipage.server import chat, completions, responses, tokenization
-from zipage.server.dashboard.routes import Dashboard
+from zipage.server.dashboard.routes import EVENTS, Dashboard
 from zipage.server.document import openapi_document
 from zipage.server.errors import (
     ApiError,
@@ -61,6 +62,10 @@ logger = logging.getLogger(__name__)
 _MAX_DEPTH = 100
 
 
+#: Bytes from which on a body is decoded beside the event loop.
+_LARGE_BODY = 1 << 20
+
+
 def _is_deep(value: Any) -> bool:
     level = [value] if isinstance(value, (list, dict)) else []
     for _ in range(_MAX_DEPTH):
@@ -79,17 +84,33 @@ class _JSONRequest(Request):
     async def json(self) -> Any:
         """The decoded body."""
         body = await self.body()
-        try:
-            value = msgspec.json.decode(body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
-            raise bad_request(
-                None, f"the body is not valid JSON: {error}", "invalid_json"
-            ) from None
-        # Most bodies have few brackets, but perhaps a million numbers.
-        if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _is_deep(value):
-            message = f"the body is nested more deeply than {_MAX_DEPTH} levels"
-            raise bad_request(None, message, "invalid_json")
-        return value
+        if len(body) < _LARGE_BODY:
+            return _decode(body)
+        return await asyncio.to_thread(_decode_large, body)
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
+    # Most bodies have few brackets, but perhaps a million numbers.
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _is_deep(value):
+        message = f"the body is nested more deeply than {_MAX_DEPTH} levels"
+        raise bad_request(None, message, "invalid_json")
+    return value
+
+
+def _decode_large(body: bytes) -> Any:
+    # Most of the time of millions of lists is the collector's, which finds nothing; and the decoder
+    # lets no other thread run.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _decode(body)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _JSONRoute(APIRoute):
@@ -193,6 +214,7 @@ def create_app(
     _add_system(app, serving)
     _add_metrics(app, metrics)
     dashboard = Dashboard(app, serving) if settings.dashboard else None
+    _add_head(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limit=settings.body_limit)
     if settings.api_keys:
@@ -301,6 +323,19 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
     async def version() -> Response:
         """Zipage's version."""
         return JSONResponse({"version": __version__})
+
+
+def _add_head(app: FastAPI) -> None:
+    """Lets HEAD answer like GET, as load balancers probe with it; uvicorn leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and route.path != EVENTS:
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=None,
+                include_in_schema=False,
+            )
 
 
 def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:

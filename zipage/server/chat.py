@@ -37,22 +37,20 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
         raise bad_request("top_logprobs", message)
     plan = plan_tools(serving, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await chat_prompt(serving, body, plan.described)
-    max_tokens = body.max_completion_tokens
+    max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
-        max_tokens = body.max_tokens
+        max_tokens, name = body.max_tokens, "max_tokens"
     if max_tokens is not None and max_tokens < 1:
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise bad_request(name, f"{name}={max_tokens} must be at least 1")
-    serving.check_length(len(prompt.token_ids), max_tokens, "messages")
+    serving.check_length(len(prompt.token_ids), "messages", max_tokens, name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # A model that may reason is taken to do so unless the prompt closed its reasoning.
     may_reason = serving.reasons and prompt.opens_reasoning is not False
-    params = serving.sampling(
-        body, max_tokens, logprobs, call_schema=plan.schema, may_reason=may_reason
-    )
+    forms = {"tool_choice": plan.form}
+    params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
-    return await serving.deliver(request, [job], answer, body.stream or False)
+    return await serving.deliver(request, [job], answer, body.stream or False, form)
 
 
 class _Answer:

@@ -36,13 +36,12 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     if body.suffix:
         raise bad_request("suffix", "suffix is not supported: prompts are continued at their end")
     prompts = await text_prompts(serving, body.prompt, body.add_special_tokens)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None:
-        room = min(serving.engine.max_model_len - len(p.token_ids) for p in prompts)
-        max_tokens = max(1, min(max_tokens, room))
-    for prompt in prompts:
-        serving.check_length(len(prompt.token_ids), max_tokens, "prompt")
-    params = serving.sampling(
+        max_tokens = max(1, min(max_tokens, serving.engine.max_model_len - longest))
+    serving.check_length(longest, "prompt", max_tokens, "max_tokens")
+    params, form = serving.sampling(
         body,
         # The engine always generates; the one token of a request for none is left out.
         max_tokens or 1,
@@ -51,7 +50,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     )
     answer = _Answer(serving, body, model, prompts, params, f"cmpl-{request_id_of(request)}")
     jobs = [serving.job(answer.id, body, p.text, p.token_ids, params) for p in prompts]
-    return await serving.deliver(request, jobs, answer, body.stream or False)
+    return await serving.deliver(request, jobs, answer, body.stream or False, form)
 
 
 class _Answer:

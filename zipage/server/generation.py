@@ -14,6 +14,7 @@ from zipage.engine.client import EngineClient
 from zipage.outputs import CompletionOutput, CompressionRecord, Logprob, RequestOutput
 from zipage.sampling_params import SamplingParams
 from zipage.server.errors import ApiError, unavailable
+from zipage.server.structured import RequestedForm
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Generation:
         ended: told of every job that ended: the job, when it began in nanoseconds since the epoch,
             its last output, and what it failed with.
         final_only: whether only the last outputs are wanted.
+        form: of the answers, if one is demanded: errors about it name its field.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Generation:
         timeout: float | None = None,
         ended: EndOfJob | None = None,
         final_only: bool = False,
+        form: RequestedForm | None = None,
     ) -> None:
-        self.jobs = jobs
+        self.jobs, self._form = jobs, form
         self._engine, self._timeout, self._ended = engine, timeout, ended
         self._final_only = final_only
         self._pending: dict[int, RequestOutput] = {}
@@ -143,7 +146,9 @@ class Generation:
                         self._unfinished -= 1
         except Exception as error:
             failure = error
-            self._fail(error)
+            if self._form is not None:
+                failure = await asyncio.to_thread(self._form.located, error)
+            self._fail(failure)
         finally:
             if self._ended is not None:
                 self._ended(job, begun, output, failure)

@@ -73,9 +73,9 @@ async def text_prompts(
     for index, token_ids in enumerate(encoded):
         if not token_ids:
             raise bad_request("prompt", "a prompt is empty: at least one token is needed")
-        outside = next((t for t in token_ids if not 0 <= t < serving.engine.vocab_size), None)
-        if outside is not None:
-            last = serving.engine.vocab_size - 1
+        last = serving.engine.vocab_size - 1
+        if min(token_ids) < 0 or max(token_ids) > last:
+            outside = next(token_id for token_id in token_ids if not 0 <= token_id <= last)
             raise bad_request("prompt", f"token id {outside} is not in the vocabulary, 0 to {last}")
         prompts.append(TextPrompt(texts[index] if texts else None, token_ids))
     return prompts

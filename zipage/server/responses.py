@@ -35,6 +35,7 @@ from zipage.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 from zipage.server.response_items import ResponseItems
 from zipage.server.serving import Serving, request_id_of, usage, without_none
 from zipage.server.streaming import event, stream_error
+from zipage.server.structured import form_of
 
 
 async def respond(serving: Serving, request: Request, body: ResponsesRequest) -> Response:
@@ -44,7 +45,9 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
         choice = NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
-    plan = plan_tools(serving, _tools(body), choice, body.parallel_tool_calls)
+    plan = plan_tools(
+        serving, _tools(body), choice, body.parallel_tool_calls, "tools.{}.parameters"
+    )
     conversation = ChatTemplateFields(
         messages=_messages(body),
         chat_template_kwargs=body.chat_template_kwargs,
@@ -54,18 +57,18 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     most = body.max_output_tokens
     if most is not None and most < 1:
         raise bad_request("max_output_tokens", f"max_output_tokens={most} must be at least 1")
-    serving.check_length(len(prompt.token_ids), most, "input")
+    serving.check_length(len(prompt.token_ids), "input", most, "max_output_tokens")
+    forms = {"tool_choice": plan.form}
     if body.text is not None and body.text.format is not None:
-        body.response_format = ResponseFormat(
-            type=body.text.format.type,
-            json_schema=JsonSchemaFormat(schema=body.text.format.json_schema),
-        )
+        schema = JsonSchemaFormat(schema=body.text.format.json_schema)
+        wanted = ResponseFormat(type=body.text.format.type, json_schema=schema)
+        forms["text.format"] = form_of("text.format", wanted, "schema")
     # A model that may reason is taken to do so unless the prompt closed its reasoning.
     may_reason = serving.reasons and prompt.opens_reasoning is not False
-    params = serving.sampling(body, most, call_schema=plan.schema, may_reason=may_reason)
+    params, form = serving.sampling(body, most, forms=forms, may_reason=may_reason)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
-    return await serving.deliver(request, [job], answer, body.stream or False)
+    return await serving.deliver(request, [job], answer, body.stream or False, form)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:

@@ -58,10 +58,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop, engine = asyncio.get_running_loop(), self._serving.engine
+        seconds = self._serving.settings.drain_timeout
+        logger.info("draining %d requests, for at most %g s", len(self.server_state.tasks), seconds)
         # What still runs then is told so, before uvicorn cuts it off.
-        timer = loop.call_later(
-            self._serving.settings.drain_timeout, loop.run_in_executor, None, engine.shutdown
-        )
+        timer = loop.call_later(seconds, loop.run_in_executor, None, engine.shutdown)
         await super().shutdown(sockets)
         timer.cancel()
 
@@ -143,6 +143,7 @@ def run_server(
                 server.run(sockets=[listener])
     finally:
         engine.shutdown()
+    logger.info("stopped")
     return 1 if server.died else 0
 
 

@@ -28,7 +28,7 @@ from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import CLOSE, uses_think_tags
 from zipage.server.settings import ServerSettings
 from zipage.server.streaming import EventStream, encode, unless_disconnected
-from zipage.server.structured import structured_output
+from zipage.server.structured import RequestedForm, structured_output
 from zipage.server.tool_calls import call_style
 from zipage.server.tracing import RequestTracer, otlp_exporter
 from zipage.tokenizer import encode_prompt
@@ -202,8 +202,16 @@ class Serving:
             )
         return model
 
-    def check_length(self, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+    def check_length(
+        self, prompt_tokens: int, param: str, max_tokens: int | None, max_tokens_param: str
+    ) -> None:
         """Refuse what exceeds the model's length.
+
+        Args:
+            prompt_tokens: of the prompt.
+            param: the prompt's field.
+            max_tokens: most tokens generated, if the request says so.
+            max_tokens_param: the field that says it.
 
         Raises:
             ApiError: with the numbers.
@@ -218,8 +226,10 @@ class Serving:
         elif max_tokens is not None and prompt_tokens + max_tokens > limit:
             message += (
                 f"you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
-                f"{param}, {max_tokens} in the completion). Please reduce one of them."
+                f"{param}, {max_tokens} in the completion). Please reduce one of them: "
+                f"{max_tokens_param} can be at most {limit - prompt_tokens}."
             )
+            param = max_tokens_param
         else:
             return
         raise bad_request(param, message, "context_length_exceeded")
@@ -232,17 +242,17 @@ class Serving:
         max_tokens: int | None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
-        call_schema: Mapping[str, Any] | None = None,
+        forms: Mapping[str, RequestedForm | None] | None = None,
         may_reason: bool = False,
-    ) -> SamplingParams:
-        """Sampling parameters of a request: its own, else the model's.
+    ) -> tuple[SamplingParams, RequestedForm | None]:
+        """Sampling parameters of a request, its own, else the model's; and the form they demand.
 
         Args:
             body: the request.
             max_tokens: most tokens generated; None for as many as there is room for.
             logprobs: most likely tokens told of at every generated token.
             prompt_logprobs: the same for the prompt's tokens.
-            call_schema: JSON schema of the tool calls that the answer must be.
+            forms: of the answer, by the fields that ask for them, see `structured_output`.
             may_reason: whether reasoning may come before what is structured.
 
         Raises:
@@ -276,23 +286,21 @@ class Serving:
             "prompt_logprobs": prompt_logprobs,
             "detokenize": self.tokenizer is not None,
         }
-        wanted = structured_output(body, call_schema)
+        wanted = structured_output(body, forms or {})
         if wanted is None:
-            return SamplingParams.from_dict(options)
-        field, form = wanted
+            return SamplingParams.from_dict(options), None
+        compact = settings.structured_outputs_disable_any_whitespace
+        form = {"disable_any_whitespace": compact, **wanted.options}
         if may_reason:
             if self.think_end is None:
-                message = (
-                    f"{field} needs a model whose reasoning ends with one token: switch it off"
-                )
-                raise bad_request(field, message)
+                name = wanted.field
+                message = f"{name} needs a model whose reasoning ends with one token: switch it off"
+                raise bad_request(name, message)
             form = {**form, "reasoning_end_token_ids": [self.think_end]}
         try:
-            return SamplingParams.from_dict({**options, "structured_outputs": form})
+            return SamplingParams.from_dict({**options, "structured_outputs": form}), wanted
         except RequestError as error:
-            if "structured_outputs" not in str(error):
-                raise
-            raise bad_request(field, f"{field}: {error}") from None
+            raise wanted.named(error) from None
 
     def job(
         self,
@@ -309,15 +317,20 @@ class Serving:
         return Job(name, text, list(token_ids), params, body.priority or 0, salt)
 
     async def deliver(
-        self, request: Request, jobs: Sequence[Job], answer: Answer, stream: bool
+        self,
+        request: Request,
+        jobs: Sequence[Job],
+        answer: Answer,
+        stream: bool,
+        form: RequestedForm | None = None,
     ) -> Response:
-        """Run the jobs of a request, and answer it.
+        """Run the jobs of a request, and answer it. Errors about their `form` name its field.
 
         Raises:
             ApiError, ZipageError: the engine refused them, or failed before the first token.
             ClientDisconnected: nobody waits for the answer.
         """
-        generation = self._generation(jobs, request, final_only=not stream)
+        generation = self._generation(jobs, request, not stream, form)
         if stream:
             events = answer.events(generation, {"request_id": request_id_of(request)})
             # Errors until the first token have a status of their own.
@@ -335,7 +348,13 @@ class Serving:
         data = await asyncio.to_thread(write) if entries > _LARGE_ANSWER else write()
         return Response(data, media_type="application/json")
 
-    def _generation(self, jobs: Sequence[Job], request: Request, final_only: bool) -> Generation:
+    def _generation(
+        self,
+        jobs: Sequence[Job],
+        request: Request,
+        final_only: bool,
+        form: RequestedForm | None,
+    ) -> Generation:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
@@ -344,7 +363,8 @@ class Serving:
         ended: EndOfJob | None = None
         if self.tracer is not None:
             ended = functools.partial(self.tracer.ended, request.headers)
-        return Generation(self.engine, jobs, self.settings.request_timeout, ended, final_only)
+        timeout = self.settings.request_timeout
+        return Generation(self.engine, jobs, timeout, ended, final_only, form)
 
 
 def request_id_of(request: Request) -> str:

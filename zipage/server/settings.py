@@ -13,6 +13,8 @@ from zipage.config import parse_bytes
 from zipage.errors import ConfigError, shown
 
 REASONING_PARSERS = ("auto", "think", "none")
+MOST_PROMPTS = 16_384
+"""Most prompts of a request; checking a million of them would hold up all other requests."""
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 
 
@@ -42,6 +44,9 @@ class ServerSettings:
         tool_call_parser: how the model writes tool calls: ``hermes``
             (<tool_call>{...}</tool_call>; Qwen), ``llama3_json``, ``none``, or ``auto`` to go by
             the chat template.
+        structured_outputs_disable_any_whitespace: JSON of structured outputs has no white space
+            between its parts, unless a request says otherwise (vLLM's
+            ``structured_outputs_config.disable_any_whitespace``).
         request_timeout: seconds after which a request is aborted; None for no limit.
         stall_timeout: seconds a client may leave a streamed event unread before its request is
             aborted.
@@ -77,6 +82,7 @@ class ServerSettings:
     trust_chat_templates: bool = False
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
+    structured_outputs_disable_any_whitespace: bool = False
     request_timeout: float | None = None
     stall_timeout: float = 60.0
     max_queued_requests: int | None = 2048
@@ -99,8 +105,9 @@ class ServerSettings:
         Raises:
             ConfigError: one is illegal.
         """
-        for name in ("max_n", "max_prompts", "max_stop"):
+        for name in ("max_n", "max_stop"):
             self._check_int(name, 1, 2**31 - 1)
+        self._check_int("max_prompts", 1, MOST_PROMPTS)
         self._check_int("max_logprobs", 0, 20)
         self._check_int("port", 0, 65535)
         if self.max_queued_requests is not None:

@@ -2,59 +2,112 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from zipage.server.errors import bad_request
-from zipage.server.protocol.sampling import SamplingFields
+from zipage.errors import RequestError
+from zipage.execution.grammar import schema_fault
+from zipage.server.errors import ApiError, bad_request
+from zipage.server.protocol.sampling import ResponseFormat, SamplingFields
+
+
+@dataclasses.dataclass
+class RequestedForm:
+    """What form the answer of a request must have, and where the request says so.
+
+    Attributes:
+        field: the field of the request.
+        options: the same as options of `zipage.StructuredOutputsParams`.
+        parts: JSON schemas of other fields that `options` is made of, by their fields.
+    """
+
+    field: str
+    options: dict[str, Any]
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def named(self, error: Exception) -> Exception:
+        """An error about the form with the name of the client's field, any other one as it is."""
+        if not isinstance(error, (ApiError, RequestError)):
+            return error
+        status = error.status_code if isinstance(error, ApiError) else 400
+        text = error.message if isinstance(error, ApiError) else str(error)
+        found = re.match(r"(the request failed: )?structured_outputs(?:\.\w+)?(?=\W)", text)
+        if found is None:
+            return error
+        name = self.field
+        return ApiError(status, (found[1] or "") + name + text[found.end() :], name)
+
+    def located(self, error: Exception) -> Exception:
+        """The same, naming the part at fault. Compiles the parts: not for an event loop."""
+        named = self.named(error)
+        if named is not error and isinstance(error, RequestError):
+            for part, schema in self.parts.items():
+                if reason := schema_fault(schema):
+                    return bad_request(part, f"{part} is not legal: {reason}")
+        return named
 
 
 def structured_output(
-    body: SamplingFields, call_schema: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, Any]] | None:
-    """What form the answer of a request must have.
+    body: SamplingFields, others: Mapping[str, RequestedForm | None]
+) -> RequestedForm | None:
+    """What form the answer of a request must have; None for free text.
 
     Args:
         body: the request.
-        call_schema: JSON schema of the tool calls that the answer must be.
-
-    Returns:
-        the field of the request that asks for it, and the option of
-        `zipage.StructuredOutputsParams` that says it; None for free text.
+        others: forms that fields of its API ask for, by their names; None where they do not.
 
     Raises:
         ApiError: several fields ask for one, or one is malformed.
     """
-    found: dict[str, dict[str, Any]] = {}
-    if call_schema is not None:
-        found["tool_choice"] = {"json": call_schema}
-    wanted = body.response_format
-    if wanted is not None and wanted.type == "json_object":
-        found["response_format"] = {"json_object": True}
-    elif wanted is not None and wanted.type == "json_schema":
-        schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
-        if schema is None:
-            name = "response_format.json_schema.schema"
-            raise bad_request(name, f"{name} is missing")
-        found["response_format"] = {"json": _schema(schema)}
+    found = {name: form for name, form in others.items() if form is not None}
+    if (form := form_of("response_format", body.response_format)) is not None:
+        found["response_format"] = form
     if body.structured_outputs is not None:
         given = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        compact = given.pop("disable_any_whitespace", None)
         if len(given) != 1:
             message = "structured_outputs needs exactly one of json, json_object, regex, choice"
             raise bad_request("structured_outputs", f"{message}, grammar")
-        if given.get("json_object"):
-            found["structured_outputs"] = given
-        elif "json_object" not in given:
-            found["structured_outputs"] = {n: _schema(v) for n, v in given.items()}
+        ((kind, value),) = given.items()
+        if kind != "json_object" or value:
+            name = f"structured_outputs.{kind}"
+            options = {} if compact is None else {"disable_any_whitespace": compact}
+            found["structured_outputs"] = RequestedForm(name, {kind: _schema(value), **options})
     for kind in ("json", "regex", "choice", "grammar"):
-        value = getattr(body, f"guided_{kind}")
+        name, value = f"guided_{kind}", getattr(body, f"guided_{kind}")
         if value is not None:
-            found[f"guided_{kind}"] = {kind: _schema(value)}
+            found[name] = RequestedForm(name, {kind: _schema(value)})
     if len(found) > 1:
         names = ", ".join(found)
         raise bad_request(next(iter(found)), f"give one way to structure the output, not {names}")
-    return next(iter(found.items()), None)
+    return next(iter(found.values()), None)
+
+
+def form_of(
+    field: str, wanted: ResponseFormat | None, schema_field: str = "json_schema.schema"
+) -> RequestedForm | None:
+    """The form that OpenAI's fields for it ask for.
+
+    Args:
+        field: the field of the request.
+        wanted: its value.
+        schema_field: where a schema lies within it.
+
+    Raises:
+        ApiError: the schema is missing.
+    """
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return RequestedForm(field, {"json_object": True})
+    schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+    name = f"{field}.{schema_field}"
+    if schema is None:
+        raise bad_request(name, f"{name} is missing")
+    return RequestedForm(name, {"json": _schema(schema)})
 
 
 def _schema(value: Any) -> Any:

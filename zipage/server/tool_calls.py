@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -115,10 +116,8 @@ class _Calls:
                 piece.tool_calls.append(ToolCallDelta(self._index, arguments=fresh))
 
 
-class HermesParser:
-    """Calls as ``<tool_call>{...}</tool_call>`` among text (Hermes, Qwen).
-
-    Whitespace around calls is left out. What is no call stays in the content.
+class _CallsParser(ABC):
+    """What finds calls in text whatever stands around them.
 
     Args:
         names: of the tools.
@@ -126,9 +125,12 @@ class HermesParser:
         most: calls returned; further ones are dropped.
     """
 
+    #: The first state, and the one behind a call.
+    _first, _behind = "text", "close"
+
     def __init__(self, names: Collection[str], streaming: bool, most: int | None = None) -> None:
         self._calls = _Calls(names, streaming, most)
-        self._state = "text"
+        self._state = self._first
         self._held = ""
         #: What stood between the content and the call that is being read.
         self._before = ""
@@ -137,12 +139,50 @@ class HermesParser:
         """Takes text; returns what is now certain."""
         piece = Piece()
         self._held += text
-        while self._step(piece):
+        while self._held and (self._read(piece) if self._state == "call" else self._step(piece)):
             pass
         return piece
 
+    def finish(self, truncated: bool) -> Piece:
+        """Returns what was held back."""
+        piece = Piece()
+        if self._state == "call" and not self._calls.finish(truncated, piece):
+            piece.content = self._before + self._calls.scanner.raw
+        elif self._state != "call":
+            piece.content = self._rest()
+        self._held = ""
+        return piece
+
+    def _read(self, piece: Piece) -> bool:
+        """Handle text of a call; whether there is more to do."""
+        text, self._held = self._held, ""
+        scanner = self._calls.scanner
+        if not self._calls.push(text, piece):
+            piece.content += self._before + scanner.raw
+            self._state = "text"
+        elif scanner.state == "open":
+            return False
+        else:
+            self._state = self._behind
+        self._held = scanner.rest
+        return True
+
+    @abstractmethod
     def _step(self, piece: Piece) -> bool:
-        """Handle what is held; whether there is more to do."""
+        """Handle what is held of other text; whether there is more to do."""
+
+    @abstractmethod
+    def _rest(self) -> str:
+        """What is held of it at the end of the answer."""
+
+
+class HermesParser(_CallsParser):
+    """Calls as ``<tool_call>{...}</tool_call>`` among text (Hermes, Qwen).
+
+    Whitespace around calls is left out. What is no call stays in the content.
+    """
+
+    def _step(self, piece: Piece) -> bool:
         if self._state == "text":
             before, found, after = self._held.partition(_OPEN)
             if not found:
@@ -155,16 +195,6 @@ class HermesParser:
             self._held, self._state = after, "call"
             self._calls.begin()
             return True
-        if self._state == "call":
-            text, self._held = self._held, ""
-            if not self._calls.push(text, piece):
-                piece.content += self._before + self._calls.scanner.raw
-                self._held, self._state = self._calls.scanner.rest, "text"
-                return True
-            if self._calls.scanner.state != "open":
-                self._held, self._state = self._calls.scanner.rest, "close"
-                return True
-            return False
         # After a call: up to the closing tag nothing counts; without one, text goes on.
         begun = self._held.lstrip()
         if begun.startswith(_CLOSE):
@@ -175,18 +205,12 @@ class HermesParser:
         self._state = "text"
         return True
 
-    def finish(self, truncated: bool) -> Piece:
-        """Returns what was held back."""
-        piece = Piece()
-        if self._state == "call" and not self._calls.finish(truncated, piece):
-            piece.content = self._before + self._calls.scanner.raw
-        elif self._state == "text":
-            piece.content = self._held if self._held.strip() or not self._calls.any else ""
-        self._held = ""
-        return piece
+    def _rest(self) -> str:
+        is_content = self._state == "text" and (self._held.strip() or not self._calls.any)
+        return self._held if is_content else ""
 
 
-class JsonCallsParser:
+class JsonCallsParser(_CallsParser):
     """An answer that is nothing but calls: JSON objects one after another.
 
     Args:
@@ -198,6 +222,8 @@ class JsonCallsParser:
         closing: what may stand behind the last one.
     """
 
+    _first, _behind = "start", "between"
+
     def __init__(
         self,
         names: Collection[str],
@@ -207,35 +233,14 @@ class JsonCallsParser:
         separator: str = ";",
         closing: str = "",
     ) -> None:
-        self._calls = _Calls(names, streaming, most)
+        super().__init__(names, streaming, most)
         self._opening, self._separator, self._closing = opening, separator, closing
-        self._state = "start"
-        self._held = ""
-        self._before = ""
-
-    def push(self, text: str) -> Piece:
-        """Takes text; returns what is now certain."""
-        piece = Piece()
-        self._held += text
-        while self._held and self._step(piece):
-            pass
-        return piece
 
     def _step(self, piece: Piece) -> bool:
         if self._state == "text":
             piece.content += self._held
             self._held = ""
             return False
-        if self._state == "call":
-            text, self._held = self._held, ""
-            if not self._calls.push(text, piece):
-                piece.content += self._before + self._calls.scanner.raw
-                self._held, self._state = self._calls.scanner.rest, "text"
-            elif self._calls.scanner.state == "open":
-                return False
-            else:
-                self._held, self._state = self._calls.scanner.rest, "between"
-            return True
         begun = self._held.lstrip()
         mark = self._opening if self._state == "start" else self._separator
         known = self._before if self._state == "start" else ""
@@ -258,15 +263,8 @@ class JsonCallsParser:
         self._state = "text"
         return True
 
-    def finish(self, truncated: bool) -> Piece:
-        """Returns what was held back."""
-        piece = Piece()
-        if self._state == "call" and not self._calls.finish(truncated, piece):
-            piece.content = self._before + self._calls.scanner.raw
-        elif self._state == "start":
-            piece.content = self._before + self._held
-        self._held = ""
-        return piece
+    def _rest(self) -> str:
+        return self._before + self._held if self._state == "start" else ""
 
 
 class NamedCallParser:

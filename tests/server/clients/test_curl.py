@@ -46,7 +46,8 @@ def test_statuses(served: str) -> None:
     assert curl(f"{served}/v1/completions", {"prompt": ""}, *status) == "400 application/json"
     assert curl(f"{served}/nothing", None, *status) == "404 application/json"
     assert curl(f"{served}/v1/completions", None, *status) == "405 application/json"
-    assert curl(f"{served}/health", None, "-I", *status).startswith("405")
+    assert curl(f"{served}/health", None, "-I", *status) == "200 application/json"
+    assert curl(f"{served}/v1/completions", None, "-I", *status).startswith("405")
 
 
 def test_going_away_ends_the_request(server: Process) -> None:

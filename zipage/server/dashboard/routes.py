@@ -17,6 +17,8 @@ from zipage.server.dashboard.page import load_page
 from zipage.server.serving import Serving
 from zipage.server.streaming import EventStream, event
 
+EVENTS = "/dashboard/events"
+
 
 class Dashboard:
     """The dashboard of an application.
@@ -41,7 +43,7 @@ class Dashboard:
         async def dashboard() -> Response:
             return Response(page.html, media_type="text/html", headers=headers)
 
-        @app.get("/dashboard/events", include_in_schema=False)
+        @app.get(EVENTS, include_in_schema=False)
         async def dashboard_events(request: Request) -> Response:
             return EventStream(self._events(), serving.settings.stall_timeout)
 

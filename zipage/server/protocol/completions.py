@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from zipage.server.protocol.sampling import (
     KVStats,
@@ -14,12 +14,18 @@ from zipage.server.protocol.sampling import (
     TokenIds,
     UsageInfo,
 )
+from zipage.server.settings import MOST_PROMPTS
 
 
 class CompletionRequest(SamplingFields):
     """A prompt, or a batch of them, to be continued."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], StopAtFirst()]
+    prompt: (
+        str
+        | Texts
+        | TokenIds
+        | (Annotated[list[TokenIds], StopAtFirst(), Field(max_length=MOST_PROMPTS)])
+    )
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None

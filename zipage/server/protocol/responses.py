@@ -25,11 +25,11 @@ class InputItem(BaseModel):
 
     type: str | None = None
     role: str | None = None
-    content: str | list[InputPart] | None = None
+    content: str | Annotated[list[InputPart], Field(max_length=MOST_ITEMS)] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: str | Annotated[list[InputPart], Field(max_length=MOST_ITEMS)] | None = None
 
 
 class FunctionTool(BaseModel):

@@ -61,7 +61,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's way to ask for it; exactly one field is given."""
+    """vLLM's way to ask for it; exactly one form is given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -71,6 +71,7 @@ class StructuredOutputs(BaseModel):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class SamplingFields(RequestModel):
