@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.attention.paged import relative_error
+from tests.kernels.devices import DEVICES
 from zipage.kernels.triton.quantise import SkinnyProducts
 from zipage.kernels.triton.skinny_linear import (
     SkinnyPlan,
@@ -16,12 +17,6 @@ from zipage.kernels.triton.skinny_linear import (
     skinny_linear,
 )
 from zipage.models.fp8 import FP8, Fp8Rows, quantise
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda]),
-]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,13 +9,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from tests.attention.paged import relative_error
+from tests.kernels.devices import DEVICES
 from zipage.kernels.triton.elementwise import add_rms_norm, silu_mul
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda]),
-]
 
 
 @pytest.mark.parametrize("device", DEVICES)
