@@ -21,6 +21,7 @@ from zipage import AsyncLLM
 #: Short answers, few at a time.
 LIMITS = {"max_n": 4, "max_prompts": 4, "max_body_size": "256KiB"}
 SIZES = {"block_size": 16, "num_kv_blocks": 400, "kv_budget": 64, "max_model_len": 256}
+CONFIG = Path(__file__).with_name("schemathesis.toml")
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 #: The share of legal requests that must be answered. It is not 1 as some values are legal only
 #: beside others: `stream_options` needs `stream`, for one.
@@ -42,7 +43,8 @@ ANSWERED = {
 def schema() -> Iterator[schemathesis.BaseSchema]:
     engine = AsyncLLM(**SIZES)
     with listening(engine, **LIMITS) as (url, _):
-        yield schemathesis.openapi.from_url(f"{url}/openapi.json")
+        config = schemathesis.Config.from_path(CONFIG)
+        yield schemathesis.openapi.from_url(f"{url}/openapi.json", config=config)
     engine.shutdown()
 
 
@@ -104,8 +106,9 @@ def test_all_phases(tmp_path: Path) -> None:
     """schemathesis' own command, thousands of requests to a server that asks for a key."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (LIMITS | SIZES).items()]
     server = Process("--port", "0", "--api-key", "first", "--log-level", "warning", *flags)
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    options = ["--exclude-checks", "positive_data_acceptance", "--suppress-health-check", "all"]
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG), "run"]
+    options = [f"{server.url}/openapi.json", "--exclude-checks", "positive_data_acceptance"]
+    options += ["--suppress-health-check", "all"]
     options += ["-H", "Authorization: Bearer first", "-n", "300", "--continue-on-failure"]
     options += ["--request-timeout", "60"]
     try:
