@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What setuptools warns of at an editable install is no news to who runs make.
+PIP := PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
 
@@ -11,12 +13,12 @@ help: ## show the targets
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing Zipage, torch and what else it needs into $(VENV); this can take some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(PIP) --upgrade pip
+	$(PIP) -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
 install: $(VENV)/.installed ## create .venv and install Zipage into it

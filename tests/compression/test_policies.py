@@ -59,6 +59,16 @@ def test_view_is_the_cache() -> None:
     assert (view.first, view.prompt_len, view.num_tokens) == (False, 9, 77)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_view_copies_its_own_blocks_only(dtype: torch.dtype) -> None:
+    cache = make_cache(blocks=1000, dtype=dtype)
+    view = view_of(cache, make_job(cache, length=45, num_targets=4))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        tensors = [view.keys, view.values, view.positions, view.stored_scores]
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert sum(t.nbytes for t in tensors) <= allocated < cache.kv.nbytes / 20
+
+
 def test_zipage_defaults(first: CacheView, later: CacheView) -> None:
     """Window maximum weighted by value norms, and redundancy at weight 0.3; no memory."""
     for view in (first, later):

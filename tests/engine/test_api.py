@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import zipage
 from tests.engine.workload import assert_empty, greedy, ledger, make_llm, prompt_ids, tokens_of
 from zipage import LLM, AsyncLLM, ConfigError, EngineConfig, RequestError, SamplingParams
 
@@ -255,3 +256,8 @@ async def _last(llm: AsyncLLM, prompt: list[int], name: str) -> Any:
     async for output in llm.generate(prompt, greedy(4000), name):
         last = output
     return last
+
+
+def test_dir_lists_what_is_loaded_on_first_use() -> None:
+    assert set(zipage.__all__) <= set(dir(zipage))
+    assert all(hasattr(zipage, name) for name in zipage.__all__)

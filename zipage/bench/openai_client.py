@@ -142,8 +142,7 @@ class Connections:
             import httpx
         except ImportError:
             raise ConfigError(
-                "the benchmark of a server needs httpx: pip install 'zipage[serve]' (in a copy of "
-                "the repository: pip install '.[serve]')"
+                "the benchmark of a server needs httpx: pip install 'zipage[serve]'"
             ) from None
         self._certificates = httpx.create_ssl_context(trust_env=False)
         self._all: list[httpx.AsyncClient] = []

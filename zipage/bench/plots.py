@@ -155,10 +155,7 @@ def _new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "plots need matplotlib: pip install 'zipage[plots]' (in a copy of the repository: "
-            "pip install '.[plots]')"
-        ) from None
+        raise ConfigError("plots need matplotlib: pip install 'zipage[plots]'") from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -33,11 +33,6 @@ def _bench() -> None:
     """Measure speed."""
 
 
-app.command("ablation")(ablation)
-app.command("serve")(serve)
-app.command("plot")(plot)
-
-
 @app.command("offline")
 @with_logging
 @with_options("engine", engine_options())
@@ -225,3 +220,8 @@ def _rows(runs: list[RunResult]) -> list[tuple[str, list[str], str]]:
         row("roofline (s)", [r.roofline.seconds for r in runs], ",.2f", ratio=True),
         row("achieved share of roofline", [r.roofline_share for r in runs], ".1%"),
     ]
+
+
+app.command("ablation")(ablation)
+app.command("serve")(serve)
+app.command("plot")(plot)

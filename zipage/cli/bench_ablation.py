@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from zipage.bench.workloads import PRESETS
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
+from zipage.cli.tables import print_table
 from zipage.errors import ConfigError
 
 #: The default workload's answers have up to 1,800 tokens.
 _DEFAULT_BUDGET = 512
-#: A table that goes to a file need not fit a terminal.
-_FILE_COLUMNS = 140
 _GROUPS = "async,slots,prefix,redundancy,overlap,ample,budget,graphs"
 
 
@@ -101,9 +98,7 @@ def ablation(
         from zipage.bench.plots import check_plotting
 
         check_plotting(plot)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
+    console = Console(soft_wrap=True)
     cells, options, work = _plan(
         engine, workload, num_requests, output_len, scale, only, budgets, pool_share
     )
@@ -115,8 +110,10 @@ def ablation(
     rows = []
     for row in run_ablation(cells, options, work, json_file, seconds):
         rows.append(row)
-        console.print(_one_line(row), highlight=False, markup=False, soft_wrap=True)
-    console.print(ablation_table(with_ratios(rows)))
+        console.print(_one_line(row), highlight=False, markup=False)
+    print_table(ablation_rows(with_ratios(rows)))
+    if any(row["status"] == "cut" for row in rows):
+        console.print("* cut: compared over the work it has done", highlight=False)
     if plot is not None:
         from zipage.bench.plots import plot_ablation
 
@@ -191,12 +188,11 @@ def _one_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of `with_ratios`, for a terminal."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
+def ablation_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of `with_ratios` as text; the first row is the heading."""
     scored = any("right" in row for row in rows)
-    for name in (
+    heading = [
+        "",
         "tokens/s",
         "ratio",
         "ms/step",
@@ -208,11 +204,8 @@ def ablation_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "prefix hits",
         "CPU s",
         *(["right"] if scored else []),
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row["cell"]["label"], *_cells(row))
-    return table
+    ]
+    return [heading, *([row["cell"]["label"], *_cells(row)] for row in rows)]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

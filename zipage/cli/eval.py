@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
+from zipage.cli.tables import print_table
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 _OWN = {"kv_budget", "compression", "policy_options", "seed"}
 #: Shortest chain of thought of generated problems; below the budget there is nothing to evict.
 _GENERATED_MIN_TOKENS = 1000
-#: A table written to a file need not fit a terminal.
-_FILE_COLUMNS = 160
 
 
 @with_logging
@@ -92,13 +92,11 @@ def evaluate(
     the reference. Exit code 1 if a request failed.
     """
     from zipage.evals.machine import describe_machine
-    from zipage.evals.report import accuracy_rows, detail_rows, terminal_table
+    from zipage.evals.report import accuracy_rows, detail_rows
     from zipage.evals.report import markdown as markdown_report
     from zipage.evals.runner import plan_cells, run_cells
 
     console = Console(soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(soft_wrap=True, width=_FILE_COLUMNS)
     chosen, source = _choose_problems(problems, count, _split(families), min_tokens, seed)
     cells = plan_cells(_split(policies), _budgets(budgets))
     options = {**engine, "seed": seed}
@@ -109,8 +107,8 @@ def evaluate(
             results.append(result)
             progress.clear()
             console.print(_one_line(result, found), highlight=False, markup=False)
-    console.print(terminal_table(accuracy_rows(results), "Right answers"))
-    console.print(terminal_table(detail_rows(results), "Cells"))
+    print_table(accuracy_rows(results), title="Right answers", frame=box.HEAVY_HEAD)
+    print_table(detail_rows(results), keys=2, title="Cells", frame=box.HEAVY_HEAD)
     machine = describe_machine(engine["device"])
     if markdown is not None:
         description = _description(source, engine, max_tokens, machine)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from zipage.bench.serving import PERCENTILES
+from zipage.cli.tables import print_table
 
 
 def print_report(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
@@ -43,7 +42,7 @@ def print_report(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> None
             f"goodput ({goal}): {summary['goodput']['requests_per_second']:.2f} requests/s, "
             f"{summary['goodput']['share']:.1%} of the requests"
         )
-    console.print(_latency_table(summary))
+    print_table(_latency_rows(summary))
     for kind, count in summary["failures"].items():
         say(f"failed, {kind}: {count}. For example: {summary['failure_details'][kind]}")
     if summary["without_usage"]:
@@ -55,12 +54,9 @@ def print_report(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> None
         say(f"{summary['shorter_than_asked']} answers were shorter than asked for")
 
 
-def _latency_table(summary: Mapping[str, Any]) -> Table:
+def _latency_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     columns = ["mean", *(f"p{p}" for p in PERCENTILES), "max"]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("ms", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
+    rows = [["ms", *columns]]
     for label, key in (
         ("time to first token", "ttft_ms"),
         ("time per output token", "tpot_ms"),
@@ -71,5 +67,9 @@ def _latency_table(summary: Mapping[str, Any]) -> Table:
     ):
         values = summary[key]
         if values is not None:
-            table.add_row(label, *(f"{values[name]:,.2f}" for name in columns))
-    return table
+            rows.append([label, *(_milliseconds(values[name]) for name in columns)])
+    return rows
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"

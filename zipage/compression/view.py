@@ -74,7 +74,8 @@ class CacheView:
 
     def _tokens(self, index: int) -> torch.Tensor:
         cache = self._cache
-        blocks = cache.kv_bits[:, :, index].index_select(1, self._blocks)  # [L, n, H, b, D]
+        # Not index_select: on the CPU it first makes a copy of all keys, or values, of the pool.
+        blocks = cache.kv_bits[:, :, index][:, self._blocks]  # [L, n, H, b, D]
         tokens = blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
         if not cache.spec.is_quantised:
             return tokens

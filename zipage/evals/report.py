@@ -1,14 +1,10 @@
-"""Tables of an accuracy evaluation, for a document and for a terminal."""
+"""Tables of an accuracy evaluation, as rows of text and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from zipage.evals.runner import CellResult
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Rows = list[list[str]]
 
@@ -103,18 +99,6 @@ def markdown(
             "",
         ]
     )
-
-
-def terminal_table(rows: Rows, title: str) -> Table:
-    """A table for `rich.console.Console.print`."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for i, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="left" if i == 0 else "right")
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
 
 
 def _share(result: CellResult) -> str:

@@ -132,8 +132,11 @@ def run_server(
             serving: Serving = app.state.serving
             config = _uvicorn_config(app, settings)
             names = ", ".join(serving.names)
+            pages = f"API: {url}/v1" + (
+                f", dashboard: {url}/dashboard" if settings.dashboard else ""
+            )
             server = _Server(
-                config, serving, lambda: announce(f"Zipage serves {names} at {url} (API: {url}/v1)")
+                config, serving, lambda: announce(f"Zipage serves {names} at {url} ({pages})")
             )
             # What is there now stays: collections need not look at it again, some tenths of a
             # second each time, in which no request is answered.

@@ -198,7 +198,10 @@ class Serving:
         if model not in self.names:
             known = ", ".join(self.names)
             raise ApiError(
-                404, f"the model {model!r} does not exist: {known}", "model", "model_not_found"
+                404,
+                f"the model {model!r} does not exist; this server has {known}",
+                "model",
+                "model_not_found",
             )
         return model
 
