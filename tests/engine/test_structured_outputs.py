@@ -527,6 +527,26 @@ def test_what_the_vocabulary_lacks_is_named(
     assert str(caught.value).startswith(begin) and str(caught.value).endswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "ids"),
+    [
+        ('start: "1" <[5]>', [7, 5]),
+        ("start: <[300]>", [300]),
+        ('start: "q" | <[5-9]> <[300,301]>', [8, 301]),
+        ('start: "1" | "q" <|im_end|>', [7]),
+        ('start: "<[" | "1"', [7]),
+    ],
+)
+def test_tokens_may_be_asked_for_by_their_ids(
+    grammar: str, ids: list[int], small_model: Path
+) -> None:
+    """They need no characters, even where their ids are those of bytes that no token has."""
+    with make_small_llm(small_model) as llm:
+        form = StructuredOutputsParams(grammar=grammar)
+        parser = llm.engine.inputs.grammars.compile(form).deep_copy()
+    assert parser.consume_tokens(ids) and parser.is_accepting()
+
+
 @pytest.mark.parametrize("json_schema", [OBJECT, INTEGER, {"anyOf": [{"type": "string"}, INTEGER]}])
 def test_what_one_way_can_write_is_legal(json_schema: Any, small_model: Path) -> None:
     with make_small_llm(small_model) as llm:
