@@ -553,8 +553,11 @@ def test_what_one_way_can_write_is_legal(json_schema: Any, small_model: Path) ->
         llm.engine.inputs.grammars.compile(StructuredOutputsParams(json=json_schema))
 
 
-def test_a_dead_end_names_what_is_missing(small_model: Path) -> None:
-    params = SamplingParams(seed=1, structured_outputs={"regex": "[0-9]{30}quit"})  # type: ignore[arg-type]
+@pytest.mark.parametrize("reasons", [False, True])
+def test_a_dead_end_names_what_is_missing(small_model: Path, reasons: bool) -> None:
+    end = {"reasoning_end_token_ids": [THINK_END]} if reasons else {}
+    form: Any = {"regex": "[0-9]{30}quit", **end}
+    params = SamplingParams(seed=1, logit_bias={THINK_END: 50.0}, structured_outputs=form)
     with make_small_llm(small_model) as llm:
         error = llm.generate([[5]], params)[0].error
     assert error is not None and error.endswith("which must go on with 'quit'")
