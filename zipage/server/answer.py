@@ -108,7 +108,7 @@ def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
             "properties": {
                 "name": {"const": tool.function.name},
                 # A document of its own, whose root its references (#/$defs/...) start from.
-                "parameters": {"$id": f"urn:tool:{index}", **_parameters(tool)},
+                "parameters": {"$id": f"json-schema:///tool{index}/", **_parameters(tool)},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
