@@ -3,9 +3,9 @@
     python -m tests.sanitize --tool memcheck
     python -m tests.sanitize --tool racecheck --part 1/3 --seconds 550
 
-Exits with 1 if a test fails or the sanitizer reports an error. What is not reached in time is
-counted and said. memcheck runs without torch's memory pool, which would hide what is read or
-written past the end of a tensor.
+Exits with 1 if a test fails, the sanitizer reports an error or no test passes, as without a GPU.
+What is not reached in time is counted and said. memcheck runs without torch's memory pool, which
+would hide what is read or written past the end of a tensor.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> int:
         f"{options.tool}: {passed} of {len(names)} tests passed; errors or failures in {bad} of "
         f"{len(processes)} processes; {cut} cut off before their summary"
     )
-    return int(bad > 0)
+    return int(bad > 0 or not passed)
 
 
 if __name__ == "__main__":

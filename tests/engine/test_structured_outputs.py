@@ -527,14 +527,37 @@ def test_what_the_vocabulary_lacks_is_named(
     assert str(caught.value).startswith(begin) and str(caught.value).endswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "ids"),
+    [
+        ('start: "1" <[5]>', [7, 5]),
+        ("start: <[300]>", [300]),
+        ('start: "q" | <[5-9]> <[300,301]>', [8, 301]),
+        ('start: "1" | "q" <|im_end|>', [7]),
+        ('start: "<[" | "1"', [7]),
+    ],
+)
+def test_tokens_may_be_asked_for_by_their_ids(
+    grammar: str, ids: list[int], small_model: Path
+) -> None:
+    """They need no characters, even where their ids are those of bytes that no token has."""
+    with make_small_llm(small_model) as llm:
+        form = StructuredOutputsParams(grammar=grammar)
+        parser = llm.engine.inputs.grammars.compile(form).deep_copy()
+    assert parser.consume_tokens(ids) and parser.is_accepting()
+
+
 @pytest.mark.parametrize("json_schema", [OBJECT, INTEGER, {"anyOf": [{"type": "string"}, INTEGER]}])
 def test_what_one_way_can_write_is_legal(json_schema: Any, small_model: Path) -> None:
     with make_small_llm(small_model) as llm:
         llm.engine.inputs.grammars.compile(StructuredOutputsParams(json=json_schema))
 
 
-def test_a_dead_end_names_what_is_missing(small_model: Path) -> None:
-    params = SamplingParams(seed=1, structured_outputs={"regex": "[0-9]{30}quit"})  # type: ignore[arg-type]
+@pytest.mark.parametrize("reasons", [False, True])
+def test_a_dead_end_names_what_is_missing(small_model: Path, reasons: bool) -> None:
+    end = {"reasoning_end_token_ids": [THINK_END]} if reasons else {}
+    form: Any = {"regex": "[0-9]{30}quit", **end}
+    params = SamplingParams(seed=1, logit_bias={THINK_END: 50.0}, structured_outputs=form)
     with make_small_llm(small_model) as llm:
         error = llm.generate([[5]], params)[0].error
     assert error is not None and error.endswith("which must go on with 'quit'")

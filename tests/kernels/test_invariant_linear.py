@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.attention.paged import relative_error
+from tests.kernels.devices import DEVICES
 from zipage.kernels.triton.linear import linear, scaled_linear
 from zipage.models.fp8 import Fp8Rows, quantise
 
-DEVICES = [
-    pytest.param(
-        "cpu",
-        marks=pytest.mark.skipif(
-            os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off"
-        ),
-    ),
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-        ],
-    ),
-]
 #: (outputs, inputs) with and without whole tiles; on a GPU also those of a large model.
 SHAPES = [(96, 256), (70, 150)]
 LARGE = [(6144, 4096), (24576, 4096), (4096, 12288)]

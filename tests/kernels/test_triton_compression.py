@@ -28,6 +28,7 @@ from tests.compression.cached_request import (
     tokens_after,
     values_of,
 )
+from tests.kernels.devices import DEVICES, needs_cuda
 from zipage.cache.kv_cache import KVCache
 from zipage.compression import scores
 from zipage.compression.compactor import move_tokens, plan_holes, plan_stable
@@ -45,12 +46,7 @@ from zipage.compression.triton_kernels import TritonKernels
 from zipage.kernels.triton import compaction, redundancy, window_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_cpu = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles, and for CUDA only")
-DEVICES = [
-    pytest.param("cpu", marks=on_cpu),
-    pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda]),
-]
 fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
 
 

@@ -184,9 +184,10 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "--port" in fails("--config", str(config))
 
 
-def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keys", ["", " ", "\n"])
+def test_an_empty_key_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
     """A compose file leaves it so where the variable it stands for is not set."""
-    monkeypatch.setenv("ZIPAGE_API_KEYS", "")
+    monkeypatch.setenv("ZIPAGE_API_KEYS", keys)
     assert "ZIPAGE_API_KEYS is empty" in fails()
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.sampling.tokenizers_for_tests import make_tokenizer
 from tests.server.conftest import CHAT, Client
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
 from tests.server.test_chat import HERMES, TOOLS, joined
+from zipage.execution.grammar import GrammarCompiler
 
 URL = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -27,10 +29,15 @@ FORMS: list[tuple[dict[str, Any], str, Any]] = [
         SCHEMA,
     ),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+    ({"structured_outputs": {"json": True}}, "json", {}),
+    ({"structured_outputs": {"json_object": True}}, "json_object", None),
     ({"structured_outputs": {"regex": "[0-9]+"}}, "regex", "[0-9]+"),
     ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
     ({"guided_json": SCHEMA}, "json", SCHEMA),
+    ({"guided_json": False}, "json", {"not": {}}),
+    ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
     ({"guided_regex": "x*"}, "regex", "x*"),
     ({"guided_choice": ["a"]}, "choice", ["a"]),
 ]
@@ -200,6 +207,33 @@ def test_forced_calls() -> None:
     assert streamed["calls"] == [["get_weather", '{"city": "Rome"}']]
     assert streamed["finish_reason"] == "tool_calls"
     assert json.loads(form_of(engine).text) == TOOLS[0]["function"]["parameters"]
+
+
+def test_parameters_may_refer_to_their_own_definitions() -> None:
+    """As schemas do that pydantic makes: of every tool to its own, wherever they stand."""
+    tools = [
+        tool(
+            name,
+            {
+                "type": "object",
+                "properties": {"one": {"$ref": "#/$defs/Part"}, "more": {"$ref": "#"}},
+                "required": ["one"],
+                "additionalProperties": False,
+                "$defs": {"Part": {"const": value}},
+            },
+        )
+        for name, value in (("a", 1), ("b", 2))
+    ]
+    engine = ScriptedEngine(['[{"name": "a", "parameters": {"one": 1}}]'], tiny_tokenizer(HERMES))
+    Client(engine).ok(URL, {"messages": CHAT, "tools": tools, "tool_choice": "required"})
+    tokenizer = make_tokenizer("byte_level")
+    compiled = GrammarCompiler(lambda: tokenizer, len(tokenizer), []).compile(form_of(engine))
+    for name, value, legal in (("a", 1, True), ("b", 2, True), ("a", 2, False), ("b", 1, False)):
+        for parameters in ({"one": value}, {"one": value, "more": {"one": value}}):
+            call = json.dumps([{"name": name, "parameters": parameters}])
+            parser = compiled.deep_copy()
+            ids = tokenizer.encode(call, add_special_tokens=False)
+            assert (parser.consume_tokens(ids) and parser.is_accepting()) is legal
 
 
 def test_the_engine_obeys(client: Client) -> None:

@@ -73,9 +73,9 @@ async def run_serving(
         )
         for exchange in warm:
             if exchange.failure is not None:
+                advice = " (give --vocab-size)" if "vocabulary" in str(exchange.detail) else ""
                 raise ZipageError(
-                    f"a warm-up request failed: {exchange.failure}: {exchange.detail}"
-                    + " (give --vocab-size)" * ("vocabulary" in str(exchange.detail))
+                    f"a warm-up request failed: {exchange.failure}: {exchange.detail}{advice}"
                 )
         contents = [endpoint.encode(request) for request in requests]
         # A collection of what was imported so far would stop the clock of all streams.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class OutOfBlocks(RuntimeError):
@@ -52,6 +52,11 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """Number of owners of a block."""
         return self._refs[block]
+
+    def num_private(self, blocks: Sequence[int], others: Collection[int] = ()) -> int:
+        """How many of these blocks have a single owner and are not among `others`."""
+        refs = self._refs
+        return sum([refs[block] == 1 and block not in others for block in blocks])
 
     def block_hash(self, block: int) -> bytes | None:
         """The live hash of a block, if any."""

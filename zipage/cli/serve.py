@@ -116,7 +116,7 @@ def serve(
     --drain-timeout seconds. Exit code 1 if the engine stopped.
     """
     with die_on_interrupt():
-        if os.environ.get("ZIPAGE_API_KEYS") == "" and not server["api_keys"]:
+        if "ZIPAGE_API_KEYS" in os.environ and not server["api_keys"]:
             # As a compose file leaves it whose variable is not set: not meant to open the server.
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
         settings = ServerSettings(**server)

@@ -527,7 +527,8 @@ class Scheduler:
         if request.trigger is None:
             # It keeps the hits to its end, so that their other owners must replace them.
             own = self._reserved(request) - len(hits)
-            growth = sum(self._growth(r, frozenset(hits)) for r in self.running)
+            shared = frozenset(hits)
+            growth = sum(self._growth(r, shared) for r in self.running)
         else:
             own = self._reserved(request) - unowned
             growth = sum(self._growth(r) for r in self.running)
@@ -548,10 +549,7 @@ class Scheduler:
         if request.trigger is None:
             return max(0, reserved - len(request.block_ids))
         # A block with other owners is replaced at the compression, and does not come back.
-        private = sum(
-            1 for b in request.block_ids if self.pool.ref_count(b) == 1 and b not in shared
-        )
-        return max(0, reserved - private)
+        return max(0, reserved - self.pool.num_private(request.block_ids, shared))
 
     # ------------------------------------------------------------------ after the step
 

@@ -154,6 +154,8 @@ class GrammarCompiler:
 
     def _missing(self, llguidance: Any, form: StructuredOutputsParams) -> str | None:
         """The characters for want of which no answer can be written; None if there may be one."""
+        if form.grammar is not None and "<[" in form.grammar:
+            return None  # perhaps tokens by their ids, which would be taken for those of bytes
         # White space changes nothing, and would only be tried in vain.
         grammar = _grammar(llguidance, replace(form, disable_any_whitespace=True))
         begin = llguidance.LLMatcher(self._byte_table, grammar, log_level=0)

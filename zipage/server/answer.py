@@ -105,11 +105,15 @@ def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "properties": {
+                "name": {"const": tool.function.name},
+                # A document of its own, whose root its references (#/$defs/...) start from.
+                "parameters": {"$id": f"json-schema:///tool{index}/", **_parameters(tool)},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for index, tool in enumerate(tools)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if most is not None:

@@ -74,8 +74,10 @@ def structured_output(
         ((kind, value),) = given.items()
         if kind != "json_object" or value:
             name = f"structured_outputs.{kind}"
-            options = {} if compact is None else {"disable_any_whitespace": compact}
-            found["structured_outputs"] = RequestedForm(name, {kind: _schema(value), **options})
+            options = {kind: _schema(value) if kind == "json" else value}
+            if compact is not None:
+                options["disable_any_whitespace"] = compact
+            found["structured_outputs"] = RequestedForm(name, options)
     for kind in ("json", "regex", "choice", "grammar"):
         name, value = f"guided_{kind}", getattr(body, f"guided_{kind}")
         if value is not None:
