@@ -80,11 +80,12 @@ def compare(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
         pairs.append({"transformers": theirs, "zipage": ours, "ratio": ours / theirs})
         print(f"  {dtype} pair {run}: transformers {theirs:,.0f}, zipage {ours:,.0f} tokens/s")
     medians = {key: statistics.median(pair[key] for pair in pairs) for key in pairs[0]}
+    backend = llm.engine.core.runner.backend.name
     llm.shutdown()
     return {
         "dtype": dtype,
         "prompt_tokens_mean": statistics.fmean(len(r.prompt_token_ids) for r in requests),
-        "attention_backend": llm.engine.core.runner.backend.name,
+        "attention_backend": backend,
         "transformers_attention": model.config._attn_implementation,
         "pairs": pairs,
         "median": medians,

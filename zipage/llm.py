@@ -288,7 +288,7 @@ class LLM:
         return self.engine.stats()
 
     def shutdown(self) -> None:
-        """Abort everything and release threads. Also done on leaving a ``with`` block."""
+        """Abort everything; release threads and memory. Also done on leaving a ``with`` block."""
         with self._exclusive():
             self.engine.shutdown()
 

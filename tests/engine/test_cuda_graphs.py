@@ -161,7 +161,8 @@ def test_batch_invariant_replays(small_model: Path) -> None:
     llm, graphs = with_graphs(small_model, batch_invariant=True)
     with llm:
         replayed = llm.generate(prompts, params)
-    assert graphs.replays == 4 and llm.engine.core.runner.backend.batch_invariant
+        assert llm.engine.core.runner.backend.batch_invariant
+    assert graphs.replays == 4
     for one, other in zip(plain, replayed, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs is not None

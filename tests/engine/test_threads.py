@@ -20,7 +20,7 @@ import pytest
 
 from tests.engine.small_model import make_small_llm, small_options
 from tests.engine.workload import assert_empty, greedy, tokens_of
-from zipage import LLM, AsyncLLM
+from zipage import LLM, AsyncLLM, EngineDeadError
 
 PROMPTS = [[7 + i] * (3 + i) for i in range(6)]
 
@@ -143,6 +143,31 @@ def test_shutdown_ends_all_threads(small_model: Path, asynchronous: bool) -> Non
     engine.shutdown()
     engine.shutdown()
     assert threads() == before
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_shutdown_gives_memory_back_at_once(
+    small_model: Path, asynchronous: bool, in_the_middle: bool
+) -> None:
+    """Also of an engine that is still referred to, or lies in a cycle."""
+    llm = make_small_llm(small_model, async_compression=asynchronous, async_scheduling=asynchronous)
+    stream = llm.stream(PROMPTS, greedy(60))
+    for _ in range(40) if in_the_middle else stream:
+        next(stream, None)
+    runner = llm.engine.core.runner
+    gone = [weakref.ref(item) for item in (runner.model, runner.cache, runner.cache.kv)]
+    gc.collect()
+    gc.disable()
+    try:
+        llm.shutdown()
+        llm.shutdown()
+        assert [item() for item in gone] == [None] * 3
+    finally:
+        gc.enable()
+    assert llm.stats().blocks_total > 0 == llm.stats().swapped
+    with pytest.raises(EngineDeadError):
+        llm.generate(PROMPTS, greedy(5))
 
 
 def test_dropped_llm_leaves_no_thread_and_no_memory(small_model: Path) -> None:

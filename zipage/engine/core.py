@@ -343,7 +343,7 @@ class EngineCore:
         )
 
     def shutdown(self, failed: bool = False) -> None:
-        """Abort everything and release the compression thread.
+        """Abort everything; release the compression thread, weights and KV pool.
 
         Args:
             failed: a step raised, so that the bookkeeping may be broken and is left alone.
@@ -356,3 +356,4 @@ class EngineCore:
             self._executor.shutdown()
         if not failed:
             self._collect(self._executor.poll(), [])
+        self.runner.close()

@@ -173,7 +173,7 @@ class LLMEngine:
             raise EngineDeadError(f"the engine stopped: {name}{cause}") from cause
 
     def shutdown(self) -> None:
-        """Abort everything and release threads."""
+        """Abort everything; release threads, weights and KV pool."""
         failed = self._dead is not None
         if not failed:
             self._dead = EngineDeadError("it was shut down")

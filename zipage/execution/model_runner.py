@@ -23,7 +23,7 @@ from zipage.config import EngineConfig
 from zipage.engine.request import PENDING_TOKEN, Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan, SwapMove
 from zipage.errors import ConfigError
-from zipage.execution.faults import is_out_of_memory, without_frames
+from zipage.execution.faults import is_out_of_memory, release_memory, without_frames
 from zipage.execution.logprobs import PromptRows, prompt_logprobs
 from zipage.execution.memory import (
     DeviceMemory,
@@ -277,6 +277,14 @@ class ModelRunner:
         self.graphs = None
         for name in ("cache", "backend", "compressor", "swap"):
             self.__dict__.pop(name, None)
+
+    def close(self) -> None:
+        """Give up the weights and the KV pool; no step can be run any more."""
+        self.graphs = None
+        self.swap.close()
+        for name in ("model", "cache", "backend", "compressor"):
+            self.__dict__.pop(name, None)
+        release_memory(self.device)
 
     def capture_graphs(self) -> None:
         """Capture decode steps over the KV pool, where graphs can hold them."""

@@ -56,6 +56,11 @@ class HostSwap:
         """Forget a swapped request that ended."""
         self._store.pop(request_id, None)
 
+    def close(self) -> None:
+        """Forget all requests, and the pool: nothing can be moved any more."""
+        self._store.clear()
+        self.__dict__.pop("_cache", None)
+
 
 def _gather(pool: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
     """Blocks of ``[L, N, ...]`` on the host, ``[L, n, ...]``."""
