@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from device_rates import DEVICE, copy_bandwidth, matmul_rate, timed
 
 from zipage.attention.backend import QKVTransform, StepInputs
 from zipage.attention.triton_backend import TritonBackend
@@ -27,47 +26,6 @@ from zipage.cache.quantisation import KV_DTYPES
 from zipage.models.rope import RopeParameters, build_rope_tables
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-DEVICE = torch.device("cuda")
-
-
-def timed(work: Callable[[], object], repeats: int = 20, graphed: bool = True) -> float:
-    """Median seconds of `work`, by default replayed as a graph of its own."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    torch.cuda.synchronize()
-    run = work
-    if graphed:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        run = graph.replay
-    times = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(times[3:])
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy of 4 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    # Not in a graph, where a copy can become the work of a slower copy engine.
-    return 2 * source.nbytes / timed(lambda: target.copy_(source), graphed=False)
-
-
-def matmul_rate() -> float:
-    """Operations a second of a bf16 product of 8192 x 8192 matrices."""
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    b = torch.randn_like(a)
-    out = torch.empty_like(a)
-    return 2 * 8192**3 / timed(lambda: torch.mm(a, b, out=out))
 
 
 def fill_with_tokens(cache: KVCache) -> None:
@@ -227,7 +185,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES), default="auto")
     args = parser.parse_args()
     out, kv_dtype = args.out, KV_DTYPES[args.kv_cache_dtype]
-    bandwidth, rate = copy_bandwidth(), matmul_rate()
+    bandwidth, rate = copy_bandwidth(), matmul_rate(torch.bfloat16)
     print(f"copy {bandwidth / 1e12:.2f} TB/s, matrix product {rate / 1e12:.0f} TFLOP/s")
     torch.cuda.empty_cache()
     rows = decode_rows(bandwidth, kv_dtype) + prefill_rows(rate, kv_dtype)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_gpu import DEVICE, copy_bandwidth, timed
+from device_rates import DEVICE, copy_bandwidth, timed
 
 from zipage.kernels.triton.elementwise import add_rms_norm, silu_mul
 from zipage.kernels.triton.linear import linear, scaled_linear

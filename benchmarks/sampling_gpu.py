@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 import torch
+from device_rates import DEVICE, copy_bandwidth
 
 from zipage import SamplingParams
 from zipage.execution.sampler import Sampler, SamplingState
 
-DEVICE = torch.device("cuda")
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature 0.6": SamplingParams(temperature=0.6),
@@ -32,21 +32,6 @@ KINDS = {
     ),
     "Qwen3, logprobs 5": SamplingParams(temperature=0.6, top_p=0.95, top_k=20, logprobs=5),
 }
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy of 4 GiB."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * source.nbytes / statistics.median(times[3:])
 
 
 def measure(logits: torch.Tensor, params: SamplingParams, repeats: int = 30) -> tuple[float, float]:

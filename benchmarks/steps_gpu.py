@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_rates import matmul_rate
 from torch.profiler import ProfilerActivity, profile
 
 from zipage import LLM, SamplingParams
@@ -25,21 +26,6 @@ from zipage.bench.roofline import measure_copy_bandwidth, weight_bytes_per_step
 
 WARM_STEPS, TIMED_STEPS, PROFILED_STEPS = 24, 40, 12
 CHUNK = 8192
-
-
-def matmul_rate(dtype: torch.dtype) -> float:
-    """Operations a second of a product of 8192 x 8192 matrices."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=dtype)
-    b = torch.randn_like(a)
-    times = []
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.mm(a, b)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * 8192**3 / statistics.median(times[3:])
 
 
 def make_llm(shape: str, **options: Any) -> LLM:

@@ -4,8 +4,9 @@
     python -m tests.sanitize --tool racecheck --part 1/3 --seconds 550
 
 Exits with 1 if a test fails, the sanitizer reports an error or no test passes, as without a GPU.
-What is not reached in time is counted and said. memcheck runs without torch's memory pool, which
-would hide what is read or written past the end of a tensor.
+What is not reached in time is counted and said. Large cases are smaller (`SANITIZED` in
+tests/kernels/devices.py). memcheck runs without torch's memory pool, which would hide what is read
+or written past the end of a tensor.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ TESTS += ["tests/models/test_fp8.py::test_products_on_cuda"]
 TESTS += ["tests/models/test_fp8.py::test_kernels_on_cuda"]
 #: Cases of the torch backend, which is no kernel of ours.
 REFERENCE = re.compile(r"[\[-]torch[\]-]")
+ENVIRONMENT = {**os.environ, "TEST_SANITIZED": "1", "OMP_NUM_THREADS": "1"}
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
 def collect(tests: list[str]) -> list[str]:
     """Names of the GPU tests."""
     told = subprocess.run(
-        [*PYTEST, "--collect-only", "-q", *tests], capture_output=True, text=True, check=True
+        [*PYTEST, "--collect-only", "-q", *tests],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
     )
     names = [line for line in told.stdout.splitlines() if "::" in line]
     return [name for name in names if not REFERENCE.search(name)]
@@ -53,7 +59,7 @@ def main() -> int:
     names = collect(options.tests)[part - 1 :: parts]
     logs = options.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = dict(ENVIRONMENT)
     if options.tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     end, processes = time.monotonic() + options.seconds, []

@@ -78,6 +78,14 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def is_killed(pid: int) -> bool:
+    """Whether it has ended, or does so at once: a signal is no function call."""
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
 @pytest.mark.parametrize(
     ("how", "cause", "seconds"),
     [
@@ -243,12 +251,75 @@ def test_start_failures_are_those_of_one_process(
     with pytest.raises(ModelError) as in_child_model:
         EngineProcessClient(**small_options(tmp_path))
     assert str(in_child_model.value) == str(in_process_model.value)
-    for wrong in ({"kv_buget": 3}, {"on_engine_death": "pray"}, {"step_timeout": 0}):
+    for wrong in (
+        {"kv_buget": 3},
+        {"on_engine_death": "pray"},
+        {"step_timeout": 0},
+        {"start_timeout": 0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             EngineProcessClient(**small_options(small_model), **wrong)  # type: ignore[arg-type]
     monkeypatch.setattr(engine_process, "_PROGRAM", "import os; os._exit(7)")
     with pytest.raises(EngineDeadError, match="ended while starting: exit status 7"):
         EngineProcessClient(**small_options(small_model))
+
+
+#: Hangs, as does a process that it has started.
+HANGING = """
+import os, signal, subprocess, sys
+child = subprocess.Popen(["sleep", "60"])
+with open(os.environ["TEST_PIDS"], "a") as log:
+    print(os.getpid(), child.pid, file=log)
+os.environ.get("TEST_STOPS") and os.kill(os.getpid(), signal.SIGSTOP)
+child.wait()
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """From now on engines hang while they start; gives the ids of their processes."""
+    monkeypatch.setattr(engine_process, "_PROGRAM", HANGING)
+    monkeypatch.setenv("TEST_PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pids").touch()
+    return lambda: [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+
+def test_an_engine_that_hangs_while_it_starts_is_killed(
+    small_model: Path, hanging: Callable[[], list[int]]
+) -> None:
+    with pytest.raises(EngineDeadError, match=r"did not start within start_timeout=3 s"):
+        EngineProcessClient(start_timeout=3.0, **small_options(small_model))
+    assert len(hanging()) == 2 and all(map(is_killed, hanging()))
+
+
+def test_a_restart_that_hangs_is_the_end(small_model: Path, request: pytest.FixtureRequest) -> None:
+    client = EngineProcessClient(on_engine_death="restart", **small_options(small_model))
+    hanging = request.getfixturevalue("hanging")
+    client._front._timeouts = (3.0, 30.0, 300.0)
+
+    async def scenario() -> None:
+        os.kill(client.engine_pid, signal.SIGKILL)
+        error = await client.wait_dead()
+        assert "could not be restarted" in str(error) and "start_timeout=3 s" in str(error)
+
+    run(scenario())
+    client.shutdown()
+    assert len(hanging()) == 2 and all(map(is_killed, hanging()))
+
+
+def test_shutdown_does_not_wait_for_a_restart_that_hangs(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(engine_process, "_EXIT_SECONDS", 0.5)
+    client = EngineProcessClient(on_engine_death="restart", **small_options(small_model))
+    hanging = request.getfixturevalue("hanging")
+    monkeypatch.setenv("TEST_STOPS", "1")
+    os.kill(client.engine_pid, signal.SIGKILL)
+    run(until(lambda: len(hanging()) == 2))
+    started = time.monotonic()
+    client.shutdown()
+    assert time.monotonic() - started < 5
+    assert all(map(is_killed, hanging()))
 
 
 def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
@@ -279,10 +350,7 @@ def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
-    while is_alive(engine) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_alive(engine)
+    assert is_killed(engine)
 
 
 def test_a_dropped_client_ends_its_engine(small_model: Path) -> None:

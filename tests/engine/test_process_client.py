@@ -30,6 +30,7 @@ from zipage import (
 )
 from zipage.engine import engine_process
 from zipage.engine.client import EngineClient
+from zipage.engine.messages import Abort, ToEngine
 from zipage.engine.stats import EngineStats
 
 PROMPT = [5, 258, 259, 270, 271, 9, 40]
@@ -62,10 +63,18 @@ class Steps:
     def __call__(self, stats: EngineStats) -> None:
         self.seen.append(stats)
 
-    def with_request(self, name: str, after: float) -> int:
-        """Steps begun after a moment in which the request was still there."""
+    def with_request(self, name: str) -> tuple[int, int]:
+        """Steps begun with the request, and those of them after the engine was told to end it."""
         lines = [line.split() for line in self.log.read_text().splitlines()]
-        return sum(float(line[0]) > after and name in line[1:] for line in lines)
+        begun = [line[0] == "step" and name in line for line in lines]
+        aborts = [line[0] == "abort" and f"{name}#" in " ".join(line) for line in lines]
+        told = max((index for index, is_it in enumerate(aborts) if is_it), default=len(lines))
+        return sum(begun), sum(begun[told:])
+
+    async def are_begun(self, name: str) -> None:
+        """Wait for steps with the request."""
+        while self.with_request(name)[0] <= 2:
+            await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -218,44 +227,53 @@ def test_stop_string_ends_the_request_in_the_engine(
     text = solo.generate(PROMPT, greedy(60))[0].outputs[0].text
     params = greedy(900, stop=[text[20:24]])
 
-    async def ask() -> float:
+    async def ask() -> None:
         output = await last_of(client, PROMPT, params, "slow-stop")
-        ended = time.perf_counter()
         assert output.outputs[0].finish_reason == "stop"
         await idle(client)
-        return ended
 
-    assert steps.with_request("slow-stop", run(ask())) <= 2
+    run(ask())
+    begun, after = steps.with_request("slow-stop")
+    assert begun < 900 and after <= 2
 
 
 def test_closed_and_cancelled_iterations_give_back_within_two_steps(
-    client: EngineProcessClient, steps: Steps
+    client: EngineProcessClient, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> dict[str, float]:
-        ended = {}
+    """The client tells the engine at once, and the engine ends them as soon as it is told."""
+    told: list[str] = []
+    send = client._front._process.send
+
+    def noted(message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            told.extend(name.partition("#")[0] for name in message.sequence_ids)
+        send(message)
+
+    monkeypatch.setattr(client._front._process, "send", noted)
+
+    async def scenario() -> None:
         other = asyncio.create_task(last_of(client, PROMPT, greedy(120), "slow-other"))
-        stream = client.generate(PROMPT, greedy(900), "closed")
+        stream = client.generate(PROMPT, greedy(LONG), "slow-closed")
         async for output in stream:
             if output.usage.completion_tokens > 20:
                 break
-        ended["closed"] = time.perf_counter()
         await stream.aclose()
-        task = asyncio.create_task(last_of(client, PROMPT, greedy(900), "cancelled"))
-        await asyncio.sleep(0.2)
-        ended["cancelled"] = time.perf_counter()
+        assert told == ["slow-closed"]
+        task = asyncio.create_task(last_of(client, PROMPT, greedy(LONG), "slow-cancelled"))
+        await steps.are_begun("slow-cancelled")
         task.cancel()
-        task = asyncio.create_task(last_of(client, PROMPT, greedy(900), "aborted"))
-        await asyncio.sleep(0.2)
-        ended["aborted"] = time.perf_counter()
-        await client.abort("aborted")
+        await asyncio.gather(task, return_exceptions=True)
+        assert told == ["slow-closed", "slow-cancelled"]
+        task = asyncio.create_task(last_of(client, PROMPT, greedy(LONG), "slow-aborted"))
+        await steps.are_begun("slow-aborted")
+        await client.abort("slow-aborted")
+        assert told == ["slow-closed", "slow-cancelled", "slow-aborted"]
         assert (await task).outputs[0].finish_reason == "abort"
         assert len(tokens_of(await other)) == 120
         await idle(client)
-        return ended
 
-    for name, at in run(scenario()).items():
-        assert steps.with_request(name, 0.0) > 2
-        assert steps.with_request(name, at) <= 2
+    run(scenario())
+    assert all(steps.with_request(name)[1] <= 2 for name in told)
 
 
 def test_many_streams_with_random_cancels(client: EngineProcessClient, solo: LLM) -> None:
@@ -419,11 +437,14 @@ def test_the_queue_is_bounded(
     client: EngineProcessClient, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(engine: EngineClient, running: int, queued: int, length: int) -> None:
+        # A burst waits for its turn in the first steps: only what waits after them is refused.
+        limit, engine._max_queued = engine._max_queued, None
         prompts = [[i + 3] * length for i in range(running + queued)]
         streams = [engine.generate(prompt, greedy(300)) for prompt in prompts]
         tasks = [asyncio.create_task(anext(stream)) for stream in streams]
-        while engine._num_queued < queued:
+        while engine.stats().running < running or engine._num_queued != queued:
             await asyncio.sleep(0.01)
+        engine._max_queued = limit
         with pytest.raises(EngineOverloadedError, match=f"max_queued_requests={queued}"):
             await last_of(engine, PROMPT, greedy(5))
         for task in tasks:

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.kernels.devices import SANITIZED
 from zipage.execution import categorical, penalties
 from zipage.kernels.triton import sampling
 
@@ -72,7 +73,7 @@ def test_draws_equal_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_real_vocabulary(cut: dict[str, Any], dtype: torch.dtype) -> None:
     """Numbers that fall on the border of two tokens may be rounded to either side."""
-    rows, vocab_size = 200, 151_936
+    rows, vocab_size = 12 if SANITIZED else 200, 151_936
     generator = torch.Generator().manual_seed(1)
     spread = torch.rand(rows, 1, generator=generator) * 5
     logits = (torch.randn(rows, vocab_size, generator=generator) * spread).to(dtype)
@@ -81,9 +82,9 @@ def test_a_real_vocabulary(cut: dict[str, Any], dtype: torch.dtype) -> None:
     categorical.draw_rows(logits, peaks, table, expected)
     drawn = torch.full((rows,), -1, device=DEVICE)
     sampling.draw_rows(logits.to(DEVICE), peaks.to(DEVICE), table.to(DEVICE), drawn)
-    equal = (drawn.cpu() == expected).float().mean()
-    print(f"{equal:.1%} of the draws equal")
-    assert equal >= 0.98
+    different = int((drawn.cpu() != expected).sum())
+    print(f"{different} of {rows} draws differ")
+    assert different <= max(1, rows // 50)
 
 
 def test_unusable_rows_are_left_alone() -> None:

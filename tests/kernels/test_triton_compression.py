@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.compression.cached_request import (
     tokens_after,
     values_of,
 )
-from tests.kernels.devices import DEVICES, needs_cuda
+from tests.kernels.devices import DEVICES, SANITIZED, needs_cuda
 from zipage.cache.kv_cache import KVCache
 from zipage.compression import scores
 from zipage.compression.compactor import move_tokens, plan_holes, plan_stable
@@ -111,6 +111,13 @@ LARGE = [
     Case(fp16, 80, 7, 48, 24, 1001, 12, num_scored=720, layers=2, fp8=True),
     Case(fp32, 64, 2, 64, 24, 515, 3, layers=2, fp8=True),
 ]
+if SANITIZED:
+    # Still several parts and plan tiles; one cache that is selected from in more than one tile,
+    # which does not depend on its dtype.
+    LARGE[0] = Case(bf16, 128, 4, 256, 24, 1280, 4, num_scored=1024, layers=2)
+    LARGE[1] = Case(bf16, 64, 8, 64, 16, 4099, 7, kv_heads=1)
+    LARGE[4] = Case(fp32, 128, 4, 64, 24, 1037, 9, num_scored=640)
+    LARGE[5] = replace(LARGE[0], fp8=True)
 CASES = [pytest.param("cpu", case, marks=on_cpu) for case in SMALL] + [
     pytest.param("cuda", case, marks=[pytest.mark.gpu, needs_cuda]) for case in (SMALL[0], *LARGE)
 ]

@@ -169,6 +169,7 @@ LARGE_BODIES = {
     "stop": {"prompt": SUM, "stop": ["abcd"] * (BIG // 8)},
     "unknown field": {"prompt": SUM, "max_tokens": 1, "x": ["abc"] * (BIG // 7)},
     "unknown lists": {"prompt": SUM, "max_tokens": 1, "x": [[1]] * (BIG // 5)},
+    "unknown keys": {"prompt": SUM, **{f"k{n}": 0 for n in range(BIG // 11)}},
     "prompts": {"prompt": [[298]] * (BIG // 7)},
     "parts": {
         "messages": [

@@ -25,12 +25,12 @@ _PANELS = {
     "Observation": "dashboard otlp_traces_endpoint log_prompts",
     "Chat": "served_model_names chat_template trust_chat_templates reasoning_parser "
     "tool_call_parser structured_outputs_disable_any_whitespace",
-    "Engine process": "on_engine_death heartbeat_timeout step_timeout",
+    "Engine process": "on_engine_death start_timeout heartbeat_timeout step_timeout",
     "Limits": "max_queued_requests request_timeout stall_timeout drain_timeout max_body_size "
     "max_n max_prompts max_stop max_logprobs",
 }
 #: Options of the server that are those of the engine's process.
-_PROCESS = ("max_queued_requests", "on_engine_death", "heartbeat_timeout", "step_timeout")
+_PROCESS = ("max_queued_requests", *_PANELS["Engine process"].split())
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
 

@@ -20,7 +20,8 @@ from zipage.engine.sequence import SequenceState
 from zipage.engine.stats import EngineStats, StepStats
 from zipage.engine.steps import StepRunner, failed_update
 from zipage.errors import RequestError
-from zipage.execution.grammar import AnswerForm, GrammarCompiler
+from zipage.execution.answer_form import AnswerForm
+from zipage.execution.grammar import GrammarCompiler
 from zipage.execution.model_runner import ModelRunner, current_device, resolve_device
 from zipage.execution.sampler import SamplingState
 from zipage.observe.trace import TraceRecorder

@@ -59,12 +59,14 @@ class EngineProcess:
         on_message: called on the receiving thread with every message that is none of the ones
             this class uses for itself.
         on_death: called once with what ended the process, unless it was `stop`.
+        is_abandoned: asked while the process starts; once it says so, the start is given up.
+        start_timeout: seconds that the start may take.
         heartbeat_timeout: seconds without an answer after which the process counts as dead.
         step_timeout: seconds a step may take before the process counts as dead.
 
     Raises:
         ZipageError: the engine cannot be started; the same error as in one process.
-        EngineDeadError: the process ended while starting.
+        EngineDeadError: the process ended while starting, took too long or was abandoned.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class EngineProcess:
         config: EngineConfig,
         on_message: Callable[[EngineProcess, FromEngine], None],
         on_death: Callable[[EngineProcess, EngineDeadError], None],
+        is_abandoned: Callable[[], bool],
+        start_timeout: float,
         heartbeat_timeout: float,
         step_timeout: float,
     ) -> None:
@@ -95,7 +99,7 @@ class EngineProcess:
         try:
             log_level, log_format = logging_in_use() or (None, "text")
             start = Start(config, log_level, log_format, _STATS_INTERVAL)
-            self.model = self._start(encode(start))
+            self.model = self._start(encode(start), start_timeout, is_abandoned)
         except BaseException:
             self._channel.close()
             self._reap(0.0)
@@ -132,11 +136,22 @@ class EngineProcess:
 
     # ------------------------------------------------------------------ start and end
 
-    def _start(self, start: bytes) -> ModelInfo:
+    def _start(self, start: bytes, timeout: float, is_abandoned: Callable[[], bool]) -> ModelInfo:
+        left = timeout  # not by the clock, as `_receive_until_end`
         try:
             self._channel.send(start)
-            frame = self._channel.receive()
-            assert frame is not None
+            while (frame := self._channel.receive(min(left, _HEARTBEAT))) is None:
+                if is_abandoned():
+                    self._channel.close()  # tells it to exit
+                    raise EngineDeadError(
+                        f"the engine was shut down while starting: {self._reap(_EXIT_SECONDS)}"
+                    )
+                left -= _HEARTBEAT
+                if left <= 0:
+                    raise EngineDeadError(
+                        f"the engine did not start within start_timeout={timeout:g} s; reading a "
+                        "large model, or downloading it, may need more"
+                    )
         except (OSError, EOFError) as error:
             raise EngineDeadError(
                 f"the engine process ended while starting: {self._reap(_EXIT_SECONDS)}"
@@ -152,12 +167,17 @@ class EngineProcess:
         try:
             status = self._process.wait(patience)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             status = self._process.wait()
         if status >= 0:
             return f"exit status {status}"
         names = {number.value: number.name for number in signal.Signals}
         return f"killed by {names.get(-status, f'signal {-status}')}"
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            # With what it has started, a compiler, say: its session is its own.
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     # ------------------------------------------------------------------ threads
 
@@ -173,7 +193,7 @@ class EngineProcess:
             cause = self._receive_until_end()
         except Exception as error:
             logger.exception("a message of the engine process could not be handled")
-            self._process.kill()
+            self._kill()
             cause = f"{type(error).__name__}: {error}"
         if not self._stopping:
             self._outbox.put(None)
@@ -193,7 +213,7 @@ class EngineProcess:
             if frame is None:
                 silent += 1
                 if silent * _HEARTBEAT > self._heartbeat_timeout:
-                    self._process.kill()
+                    self._kill()
                     return f"no sign of life for {self._heartbeat_timeout:g} s"
                 self.send(Ping())
                 continue
@@ -201,7 +221,7 @@ class EngineProcess:
             message = decode_from_engine(frame)
             if isinstance(message, Pong):
                 if message.step_seconds > self._step_timeout:
-                    self._process.kill()
+                    self._kill()
                     return f"a step took longer than {self._step_timeout:g} s"
             elif isinstance(message, Failure):
                 return f"{message.kind}: {message.message}"

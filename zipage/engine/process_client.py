@@ -52,6 +52,8 @@ class EngineProcessClient(EngineClient):
         max_queued_requests: see `EngineClient`.
         on_engine_death: ``exit`` (stay dead: see `wait_dead`) or ``restart`` (start a new engine
             process, unless too many die).
+        start_timeout: seconds that the engine may take to start, its model's download included,
+            before it is killed; the same for a restart.
         heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
         step_timeout: seconds that a step may take before the engine counts as dead.
         **options: any option of `EngineConfig`.
@@ -59,7 +61,7 @@ class EngineProcessClient(EngineClient):
     Raises:
         ConfigError: an option is unknown, illegal or does not fit the others.
         ModelError: the model cannot be loaded.
-        EngineDeadError: the engine process ended while starting.
+        EngineDeadError: the engine process ended while starting, or took too long.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EngineProcessClient(EngineClient):
         on_step: Callable[[EngineStats], None] | None = None,
         max_queued_requests: int | None = None,
         on_engine_death: Literal["exit", "restart"] = "exit",
+        start_timeout: float = 1800.0,
         heartbeat_timeout: float = 30.0,
         step_timeout: float = 300.0,
         **options: Any,
@@ -80,6 +83,7 @@ class EngineProcessClient(EngineClient):
                 f"on_engine_death={shown(on_engine_death)}: legal are exit and restart"
             )
         for name, value in (
+            ("start_timeout", start_timeout),
             ("heartbeat_timeout", heartbeat_timeout),
             ("step_timeout", step_timeout),
         ):
@@ -89,6 +93,7 @@ class EngineProcessClient(EngineClient):
             config,
             self._listeners,
             on_engine_death == "restart",
+            start_timeout,
             heartbeat_timeout,
             step_timeout,
         )
@@ -190,13 +195,14 @@ class _Front:
         config: EngineConfig,
         step_listeners: StepListeners,
         restarts: bool,
+        start_timeout: float,
         heartbeat_timeout: float,
         step_timeout: float,
     ) -> None:
         self._config = config
         self._step_listeners = step_listeners
         self._restarts = restarts
-        self._timeouts = (heartbeat_timeout, step_timeout)
+        self._timeouts = (start_timeout, heartbeat_timeout, step_timeout)
         #: Held for whatever touches requests; steps come in on another thread than requests.
         self._lock = threading.RLock()
         self._streams: dict[str, OutputStream] = {}
@@ -226,7 +232,13 @@ class _Front:
         self._process.begin()
 
     def _start(self) -> EngineProcess:
-        return EngineProcess(self._config, self._on_message, self._on_death, *self._timeouts)
+        return EngineProcess(
+            self._config,
+            self._on_message,
+            self._on_death,
+            lambda: self._closed,
+            *self._timeouts,
+        )
 
     @property
     def is_running(self) -> bool:
@@ -385,8 +397,10 @@ class _Front:
         try:
             process = self._start()
         except Exception as error:
-            logger.critical("the engine could not be restarted", exc_info=error)
             with self._lock:
+                if self._closed:
+                    return
+                logger.critical("the engine could not be restarted", exc_info=error)
                 self.death = EngineDeadError(f"{self.death}; it could not be restarted: {error}")
                 self.restarting = False
             return

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zipage.execution.answer_form import AnswerForm, allowed_bits
 from zipage.execution.categorical import draw_rows
-from zipage.execution.grammar import AnswerForm, allowed_bits
 from zipage.execution.logprobs import (
     MAX_LOGITS,
     PromptLogprobs,

@@ -17,13 +17,14 @@ from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import chat_logprobs
 from zipage.server.prompts import ChatPrompt, chat_prompt
 from zipage.server.protocol.chat import ChatCompletionRequest
-from zipage.server.serving import Serving, kv_stats, request_id_of, usage
+from zipage.server.serving import Serving, request_id_of
 from zipage.server.streaming import (
     DONE,
     event,
     stream_error,
 )
 from zipage.server.tool_calls import Piece, ToolCallDelta
+from zipage.server.usage import kv_stats, usage
 
 
 async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) -> Response:

@@ -17,12 +17,13 @@ from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import CompletionLogprobWriter
 from zipage.server.prompts import TextPrompt, text_prompts
 from zipage.server.protocol.completions import CompletionRequest
-from zipage.server.serving import Serving, kv_stats, request_id_of, usage
+from zipage.server.serving import Serving, request_id_of
 from zipage.server.streaming import (
     DONE,
     event,
     stream_error,
 )
+from zipage.server.usage import kv_stats, usage
 
 #: Most tokens where a request says nothing, as in OpenAI's API.
 _DEFAULT_MAX_TOKENS = 16

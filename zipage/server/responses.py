@@ -33,9 +33,10 @@ from zipage.server.protocol.responses import (
 )
 from zipage.server.protocol.sampling import JsonSchemaFormat, ResponseFormat
 from zipage.server.response_items import ResponseItems
-from zipage.server.serving import Serving, request_id_of, usage, without_none
+from zipage.server.serving import Serving, request_id_of, without_none
 from zipage.server.streaming import event, stream_error
 from zipage.server.structured import form_of
+from zipage.server.usage import usage
 
 
 async def respond(serving: Serving, request: Request, body: ResponsesRequest) -> Response:

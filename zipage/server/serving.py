@@ -19,10 +19,10 @@ from starlette.responses import Response
 
 from zipage.engine.client import EngineClient
 from zipage.errors import ModelError, RequestError
-from zipage.outputs import CompletionOutput, RequestOutput
+from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
 from zipage.server.errors import ApiError, bad_request, unavailable
-from zipage.server.generation import Delta, EndOfJob, Generation, Job
+from zipage.server.generation import EndOfJob, Generation, Job
 from zipage.server.logprobs import TokenTexts
 from zipage.server.protocol.sampling import RequestModel, SamplingFields
 from zipage.server.reasoning import CLOSE, uses_think_tags
@@ -374,45 +374,6 @@ def request_id_of(request: Request) -> str:
     """The id of a request, the client's own if it sent one."""
     found = request.scope.get("zipage.request_id")
     return found if isinstance(found, str) else uuid.uuid4().hex
-
-
-def kv_stats(delta: Delta) -> dict[str, Any]:
-    """What the API tells of a choice's KV cache."""
-    completion = delta.completion
-    return {
-        "compressions": [record.as_json() for record in delta.compressions],
-        "evicted_tokens": completion.metrics.evicted_tokens,
-        "peak_blocks": completion.metrics.peak_blocks,
-    }
-
-
-def usage(
-    outputs: Sequence[RequestOutput],
-    *,
-    discarded: int = 0,
-    reasoning: Callable[[CompletionOutput], int] | None = None,
-) -> dict[str, Any]:
-    """Token counts of a request.
-
-    Args:
-        outputs: of its prompts.
-        discarded: generated tokens that nobody asked for.
-        reasoning: counts the reasoning tokens of a choice.
-    """
-    prompt = sum(output.usage.prompt_tokens for output in outputs)
-    completion = sum(output.usage.completion_tokens for output in outputs) - discarded
-    counts: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(output.metrics.cached_prompt_tokens for output in outputs)
-        },
-    }
-    if reasoning is not None:
-        spent = sum(reasoning(c) for output in outputs for c in output.outputs)
-        counts["completion_tokens_details"] = {"reasoning_tokens": spent}
-    return counts
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

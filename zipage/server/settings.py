@@ -54,6 +54,8 @@ class ServerSettings:
             requests get 429. None for no limit.
         on_engine_death: ``exit`` (the server stops with code 1, for a supervisor to start it
             again) or ``restart`` (the engine's process is started again).
+        start_timeout: seconds that the engine may take to start, its model's download included,
+            before it is killed; the same for a restart.
         heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
         step_timeout: seconds that a step may take before the engine counts as dead.
         drain_timeout: seconds that running requests get to finish after SIGTERM or SIGINT.
@@ -87,6 +89,7 @@ class ServerSettings:
     stall_timeout: float = 60.0
     max_queued_requests: int | None = 2048
     on_engine_death: str = "exit"
+    start_timeout: float = 1800.0
     heartbeat_timeout: float = 30.0
     step_timeout: float = 300.0
     drain_timeout: float = 30.0
@@ -115,6 +118,7 @@ class ServerSettings:
         for name in (
             "request_timeout",
             "stall_timeout",
+            "start_timeout",
             "heartbeat_timeout",
             "step_timeout",
             "drain_timeout",

@@ -22,7 +22,7 @@ def test_every_api(sdk: openai.OpenAI) -> None:
     assert chat.choices[0].message.content == ANSWER
     chunks = sdk.chat.completions.create(model="zipage-tiny", messages=CHAT, stream=True)
     deltas = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-    assert "".join(deltas) == ANSWER and len(deltas) > 5
+    assert "".join(deltas) == ANSWER and len(deltas) > 1
     assert sdk.responses.create(model="zipage-tiny", input=SUM).output_text == ANSWER
     text = sdk.completions.create(model="zipage-tiny", prompt=SUM, max_tokens=5)
     assert text.usage is not None and text.usage.completion_tokens == 5

@@ -1,0 +1,48 @@
+"""What answers tell of their cost: tokens, and what their KV caches went through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zipage.outputs import CompletionOutput, RequestOutput
+from zipage.server.generation import Delta
+
+
+def kv_stats(delta: Delta) -> dict[str, Any]:
+    """What the API tells of a choice's KV cache."""
+    completion = delta.completion
+    return {
+        "compressions": [record.as_json() for record in delta.compressions],
+        "evicted_tokens": completion.metrics.evicted_tokens,
+        "peak_blocks": completion.metrics.peak_blocks,
+    }
+
+
+def usage(
+    outputs: Sequence[RequestOutput],
+    *,
+    discarded: int = 0,
+    reasoning: Callable[[CompletionOutput], int] | None = None,
+) -> dict[str, Any]:
+    """Token counts of a request.
+
+    Args:
+        outputs: of its prompts.
+        discarded: generated tokens that nobody asked for.
+        reasoning: counts the reasoning tokens of a choice.
+    """
+    prompt = sum(output.usage.prompt_tokens for output in outputs)
+    completion = sum(output.usage.completion_tokens for output in outputs) - discarded
+    counts: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.metrics.cached_prompt_tokens for output in outputs)
+        },
+    }
+    if reasoning is not None:
+        spent = sum(reasoning(c) for output in outputs for c in output.outputs)
+        counts["completion_tokens_details"] = {"reasoning_tokens": spent}
+    return counts
