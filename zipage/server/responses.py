@@ -75,9 +75,9 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
-    if body.previous_response_id is not None:
-        message = "previous_response_id is not supported: responses are not stored"
-        raise bad_request("previous_response_id", message)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            raise bad_request(name, f"{name} is not supported: responses are not stored")
     if body.background:
         raise bad_request("background", "background is not supported: responses are not stored")
     if body.truncation == "auto":
