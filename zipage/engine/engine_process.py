@@ -46,6 +46,10 @@ _STATS_INTERVAL = 0.1
 _EXIT_SECONDS = 10.0
 
 
+class DiedWhileStarting(EngineDeadError):
+    """The process ended before it was ready."""
+
+
 class EngineProcess:
     """A child process that runs the engine core.
 
@@ -64,7 +68,7 @@ class EngineProcess:
 
     Raises:
         ZipageError: the engine cannot be started; the same error as in one process.
-        EngineDeadError: the process ended while starting.
+        DiedWhileStarting: it did.
     """
 
     def __init__(
@@ -138,7 +142,7 @@ class EngineProcess:
             frame = self._channel.receive()
             assert frame is not None
         except (OSError, EOFError) as error:
-            raise EngineDeadError(
+            raise DiedWhileStarting(
                 f"the engine process ended while starting: {self._reap(_EXIT_SECONDS)}"
             ) from error
         message = decode_from_engine(frame)
