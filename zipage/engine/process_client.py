@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -194,6 +195,7 @@ class _Front:
         step_timeout: float,
     ) -> None:
         self._config = config
+        self._pid = os.getpid()
         self._step_listeners = step_listeners
         self._restarts = restarts
         self._timeouts = (heartbeat_timeout, step_timeout)
@@ -418,6 +420,8 @@ class _Front:
 
     def shutdown(self) -> None:
         """End requests with finish reason ``abort``, and the process."""
+        if os.getpid() != self._pid:
+            return  # a fork's copy: the socket to the engine is its parent's
         with self._lock:
             first = not self._closed
             self._closed = True
