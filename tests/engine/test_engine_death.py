@@ -217,11 +217,35 @@ def test_death_without_restart(small_model: Path) -> None:
         run(last_of(client, 5, None))
 
 
+def test_a_death_while_starting_is_mended(
+    client: EngineProcessClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine and the third die before they are ready."""
+    run(until(lambda: client.is_running))
+    died = tmp_path / "died"
+    dying = f"import os; os.path.exists({str(died)!r}) or (open({str(died)!r}, 'w'), os._exit(7)); "
+    kill = "import signal; os.path.getsize(p) or (open(p, 'w').write('2'), os.kill(os.getpid(), 9))"
+    program = f"{dying}p = {str(died)!r}; {kill}; {faulty_worker.PROGRAM}"
+    monkeypatch.setattr(engine_process, "_PROGRAM", program)
+
+    async def scenario() -> None:
+        killed = client.engine_pid
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: client.is_running and client.engine_pid != killed)
+        assert len((await last_of(client, 5, None)).outputs[0].token_ids) == 5
+
+    run(scenario())
+    assert died.read_text() == "2"
+
+
 def test_too_many_deaths_are_not_mended(
     client: EngineProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a restart that fails is the end: the last test of this client."""
+    """Those of engines that start are counted, too: the last test of this client."""
     run(until(lambda: client.is_running))
+    front = client._front
+    front._deaths.clear()
+    monkeypatch.setattr(process_client, "_DEATH_SECONDS", 60.0)
     monkeypatch.setattr(engine_process, "_PROGRAM", "import os; os._exit(7)")
 
     async def scenario() -> None:
@@ -230,9 +254,7 @@ def test_too_many_deaths_are_not_mended(
         assert "could not be restarted" in str(error) and "exit status 7" in str(error)
 
     run(scenario())
-    front = client._front
-    monkeypatch.setattr(process_client, "_DEATH_SECONDS", 60.0)
-    front._deaths.extend([time.monotonic()] * process_client._MAX_DEATHS)
+    assert len(front._deaths) == process_client._MAX_DEATHS
     front._on_death(front._process, EngineDeadError("again"))
     assert not front.restarting
 

@@ -22,6 +22,41 @@ with LLM(block_size=16, kv_budget=64, num_kv_blocks=100, async_compression=True)
 """
 
 
+_FORK = """
+import asyncio, os, sys
+import zipage
+from zipage import SamplingParams
+params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+engine = getattr(zipage, sys.argv[1])(block_size=16, kv_budget=None, num_kv_blocks=20)
+async def answer():
+    async for output in engine.generate([1, 258, 259, 270, 271], params):
+        pass
+    return len(output.outputs[0].token_ids)
+async def limited():
+    return await asyncio.wait_for(answer(), 20)
+assert asyncio.run(limited()) == 10
+fork = os.fork()
+if not fork:
+    try:
+        asyncio.run(limited())
+    except zipage.EngineDeadError as error:
+        assert "is a fork" in str(error)
+        sys.exit(7)  # with all finalizers
+    sys.exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 7
+assert asyncio.run(limited()) == 10
+engine.shutdown()
+"""
+
+
+@pytest.mark.parametrize("engine", ["AsyncLLM", "EngineProcessClient"])
+def test_a_fork_is_refused_and_its_end_harms_nobody(engine: str) -> None:
+    """It has no threads of its parent's, and shares its sockets."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, engine]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
 #: Writes the library that is there already, in two parts.
 _SLOW_COMPILER = """#!/bin/sh
 while [ "$1" != "-o" ]; do shift; done

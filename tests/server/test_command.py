@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -22,7 +23,7 @@ import httpx
 import pytest
 
 from tests.cli.invoke import invoke
-from tests.server.conftest import Process
+from tests.server.conftest import Process, wait_until
 from zipage import AsyncLLM
 from zipage.errors import ConfigError
 from zipage.server import run
@@ -89,6 +90,53 @@ def test_an_idle_server_says_that_it_stops(caplog: pytest.LogCaptureFixture) -> 
     gc.unfreeze()
     assert codes == [0]
     assert caplog.messages == ["draining 0 requests, for at most 2.5 s", "stopped"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_uvicorn_handles_them(number: signal.Signals) -> None:
+    lost: list[bool] = []
+
+    class Server(run._Server):
+        def run(self, sockets: Any = None) -> None:
+            signal.raise_signal(number)
+            super().run(sockets)
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            lost.append(not self.should_exit)
+            self.should_exit = True
+
+    before = signal.getsignal(number)
+    engine = AsyncLLM(num_kv_blocks=20, block_size=16, kv_budget=None, max_model_len=128)
+    with mock.patch.object(run, "_Server", Server):
+        assert run.run_server(engine, ServerSettings(port=0), lambda line: None) == 0
+    gc.unfreeze()
+    assert lost == [False]
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_it_serves_though_nothing_can_be_logged(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    command = [sys.executable, "-m", "zipage", "serve", *SMALL, "--uds", path]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stderr=full, stdout=full)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://z") as http:
+
+            def serves() -> bool:
+                assert process.poll() is None, "it ended"
+                with contextlib.suppress(httpx.TransportError):
+                    return http.get("/health").status_code == 200
+                return False
+
+            wait_until(serves, 60)
+            body = {"prompt": "Add", "max_tokens": 3}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ BAD = [
     (RESPONSES, {"input": []}, "input", "empty"),
     (RESPONSES, {"input": [{"type": "image"}]}, "input.0", "image"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
+    (RESPONSES, {"conversation": "conv_1"}, "conversation", "stored"),
+    (RESPONSES, {"conversation": {"id": "conv_1"}}, "conversation", "stored"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
     ("/detokenize", {"tokens": [320]}, "tokens", "0 to 319"),

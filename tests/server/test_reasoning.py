@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from zipage import CompletionOutput
+from zipage.server.answer import reasoning_counter
 from zipage.server.reasoning import ReasoningSplitter, prompt_opens_reasoning, uses_think_tags
 
 CASES = [
@@ -64,3 +68,25 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
 def test_auto_goes_by_the_template() -> None:
     assert uses_think_tags("... <think> ...", None)
     assert not uses_think_tags("plain", None)
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "token_ids", "count"),
+    [
+        (None, "<think>a</think>b", [3, 7, 4, 8], 3),
+        (None, "\n<think>a", [9, 3, 7], 3),
+        (None, "a</think>b", [7, 4, 8], 0),
+        (None, "ab", [7, 8], 0),
+        (True, "a</think>b", [7, 4, 8], 2),
+        (True, "<think>a", [3, 7], 2),
+        (False, "a</think>b", [7, 4, 8], 0),
+    ],
+)
+def test_what_is_counted_is_what_is_split_off(
+    opened: bool | None, text: str, token_ids: list[int], count: int
+) -> None:
+    assert (count > 0) == bool(run([text], opened)[0])
+    serving: Any = SimpleNamespace(think_end=4)
+    counter = reasoning_counter(serving, opened)
+    assert counter is not None
+    assert counter(CompletionOutput(index=0, text=text, token_ids=token_ids)) == count

@@ -190,7 +190,8 @@ def test_white_space(server: bool) -> None:
 
 def test_forced_calls() -> None:
     call = '[{"name": "get_weather", "parameters": {"city": "Rome"}}]'
-    engine = ScriptedEngine(list(call), tiny_tokenizer(HERMES))
+    # The engine holds an answer to its form from the end of the reasoning on.
+    engine = ScriptedEngine(list("</think>" + call), tiny_tokenizer(HERMES))
     client = Client(engine)
     body = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
     required = {**body, "tool_choice": "required"}
@@ -201,7 +202,7 @@ def test_forced_calls() -> None:
     assert joined(client.events(URL, required))["calls"] == [["get_weather", '{"city": "Rome"}']]
     schema = json.loads(form_of(engine).text)
     assert schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
-    engine.pieces = ['{"city"', ': "Rome"}']
+    engine.pieces = ["</think>", '{"city"', ': "Rome"}']
     named = {**body, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
     streamed = joined(client.events(URL, named))
     assert streamed["calls"] == [["get_weather", '{"city": "Rome"}']]
@@ -234,6 +235,26 @@ def test_parameters_may_refer_to_their_own_definitions() -> None:
             parser = compiled.deep_copy()
             ids = tokenizer.encode(call, add_special_tokens=False)
             assert (parser.consume_tokens(ids) and parser.is_accepting()) is legal
+
+
+@pytest.mark.parametrize("opening", ["<think>", ""])
+def test_what_comes_before_the_form_is_reasoning(opening: str) -> None:
+    """Whether or not the model opens it, where the template leaves that to the model."""
+    engine = ScriptedEngine(list(f"{opening}so <b>, 5</think>\n7"), tiny_tokenizer(HERMES))
+    client = Client(engine)
+    body = {"messages": CHAT, "guided_regex": "[0-9]"}
+    answer = client.ok(URL, body)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("so <b>, 5", "7")
+    streamed = joined(client.events(URL, body))
+    assert (streamed["reasoning"], streamed["content"]) == ("so <b>, 5", "7")
+    wanted = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}}
+    response = client.ok("/v1/responses", {"input": "Add", "text": {"format": wanted}})
+    texts = [part["text"] for item in response["output"] for part in item["content"]]
+    assert texts == ["so <b>, 5", "7"]
+    # Without a form the answer reasons only if it says so.
+    free = client.ok(URL, {"messages": CHAT})["choices"][0]["message"]
+    assert free["content"] == ("7" if opening else "so <b>, 5</think>\n7")
 
 
 def test_the_engine_obeys(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -131,9 +132,15 @@ def serve(
 
         process = {name: server[name] for name in _PROCESS}
         client = EngineProcessClient(model, **process, **engine)
-    code = run_server(client, settings, lambda line: typer.echo(line, err=True))
+    code = run_server(client, settings, _announce)
     if code:
         raise typer.Exit(code)
+
+
+def _announce(line: str) -> None:
+    # Nobody to read it, or a full disk, is no reason not to serve: the log is treated alike.
+    with contextlib.suppress(OSError):
+        typer.echo(line, err=True)
 
 
 def _missing(error: ImportError) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -161,6 +162,7 @@ class EngineClient(ABC):
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise ConfigError(f"max_queued_requests={shown(most)} must be an integer >= 1 or None")
         self.config = config
+        self._pid = os.getpid()
         self._max_queued = most
         self._unread = unread
         self._live: set[OutputStream] = set()
@@ -204,8 +206,13 @@ class EngineClient(ABC):
             RequestError: the request is refused.
             EngineOverloadedError: too many requests wait, see `max_queued_requests`.
             RequestTimeoutError: `timeout` is over.
-            EngineDeadError: the engine failed or was shut down.
+            EngineDeadError: the engine failed or was shut down, or this is a fork of its process.
         """
+        if os.getpid() != self._pid:  # its threads are not here, and nobody would answer
+            raise EngineDeadError(
+                f"the engine belongs to process {self._pid}, of which this one is a fork: make "
+                "another engine here"
+            )
         params = sampling_params or SamplingParams(temperature=0.0)
         name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         answers = params.n if isinstance(params, SamplingParams) else 1

@@ -46,6 +46,10 @@ _STATS_INTERVAL = 0.1
 _EXIT_SECONDS = 10.0
 
 
+class DiedWhileStarting(EngineDeadError):
+    """The process ended before it was ready."""
+
+
 class EngineProcess:
     """A child process that runs the engine core.
 
@@ -66,7 +70,8 @@ class EngineProcess:
 
     Raises:
         ZipageError: the engine cannot be started; the same error as in one process.
-        EngineDeadError: the process ended while starting, took too long or was abandoned.
+        DiedWhileStarting: the process ended.
+        EngineDeadError: it took too long or was abandoned.
     """
 
     def __init__(
@@ -153,7 +158,7 @@ class EngineProcess:
                         "large model, or downloading it, may need more"
                     )
         except (OSError, EOFError) as error:
-            raise EngineDeadError(
+            raise DiedWhileStarting(
                 f"the engine process ended while starting: {self._reap(_EXIT_SECONDS)}"
             ) from error
         message = decode_from_engine(frame)
@@ -177,7 +182,8 @@ class EngineProcess:
     def _kill(self) -> None:
         if self._process.poll() is None:
             # With what it has started, a compiler, say: its session is its own.
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     # ------------------------------------------------------------------ threads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from zipage.config import EngineConfig
 from zipage.engine.accounts import RequestAccounts
 from zipage.engine.client import EngineClient, OutputStream, StepListeners, wake
 from zipage.engine.core_io import EngineRequest
-from zipage.engine.engine_process import EngineProcess, error_of
+from zipage.engine.engine_process import DiedWhileStarting, EngineProcess, error_of
 from zipage.engine.input_processor import InputProcessor, Prompt
 from zipage.engine.messages import Abort, FromEngine, Reply, StepReport, Submit
 from zipage.engine.output_processor import OutputProcessor
@@ -200,6 +201,7 @@ class _Front:
         step_timeout: float,
     ) -> None:
         self._config = config
+        self._pid = os.getpid()
         self._step_listeners = step_listeners
         self._restarts = restarts
         self._timeouts = (start_timeout, heartbeat_timeout, step_timeout)
@@ -367,12 +369,7 @@ class _Front:
             if self._closed or process is not self._process:
                 return
             logger.critical("%s", error)
-            now = time.monotonic()
-            often = len(self._deaths) == _MAX_DEATHS and now - self._deaths[0] < _DEATH_SECONDS
-            self._deaths.append(now)
-            if self._restarts and often:
-                logger.critical("the engine died too often to be restarted again")
-            self.restarting = self._restarts and not often
+            self.restarting = self._may_restart()
             self.death = error
             for request in self._unanswered.values():
                 # It ends below: counted as submitted, or more would have ended than began.
@@ -393,17 +390,34 @@ class _Front:
                 )
                 self._restart.start()
 
+    def _may_restart(self) -> bool:
+        """Whether another engine may be started; called once for each that died."""
+        now = time.monotonic()
+        often = len(self._deaths) == _MAX_DEATHS and now - self._deaths[0] < _DEATH_SECONDS
+        self._deaths.append(now)
+        if self._restarts and often:
+            logger.critical("the engine died too often to be restarted again")
+        return self._restarts and not often
+
     def _start_again(self) -> None:
-        try:
-            process = self._start()
-        except Exception as error:
-            with self._lock:
-                if self._closed:
-                    return
-                logger.critical("the engine could not be restarted", exc_info=error)
-                self.death = EngineDeadError(f"{self.death}; it could not be restarted: {error}")
-                self.restarting = False
-            return
+        process: EngineProcess | None = None
+        while process is None:
+            try:
+                process = self._start()
+            except Exception as error:
+                with self._lock:
+                    if self._closed:
+                        return
+                    # One that dies while it starts is a death like any other; what it refuses to
+                    # start with, it would refuse again.
+                    if isinstance(error, DiedWhileStarting) and self._may_restart():
+                        logger.critical("%s", error)
+                        continue
+                    logger.critical("the engine could not be restarted", exc_info=error)
+                    message = f"{self.death}; it could not be restarted: {error}"
+                    self.death = EngineDeadError(message)
+                    self.restarting = False
+                return
         with self._lock:
             if not self._closed:
                 self._process = process
@@ -418,6 +432,8 @@ class _Front:
 
     def shutdown(self) -> None:
         """End requests with finish reason ``abort``, and the process."""
+        if os.getpid() != self._pid:
+            return  # a fork's copy: the socket to the engine is its parent's
         with self._lock:
             first = not self._closed
             self._closed = True

@@ -9,7 +9,7 @@ from typing import Any
 from zipage.outputs import CompletionOutput
 from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import NamedToolChoice, Tool
-from zipage.server.reasoning import ReasoningSplitter
+from zipage.server.reasoning import OPEN, ReasoningSplitter
 from zipage.server.serving import Serving
 from zipage.server.structured import RequestedForm
 from zipage.server.tool_calls import (
@@ -179,10 +179,13 @@ def reasoning_counter(
         return None
 
     def count(completion: CompletionOutput) -> int:
-        if opened is False:
+        reasons = opened
+        if reasons is None:  # only where the answer opens it, as its first word
+            reasons = completion.text.lstrip().startswith(OPEN)
+        if not reasons:
             return 0
         if close in completion.token_ids:
             return completion.token_ids.index(close) + 1
-        return len(completion.token_ids) if opened else 0
+        return len(completion.token_ids)
 
     return count

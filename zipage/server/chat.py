@@ -49,6 +49,9 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
     may_reason = serving.reasons and prompt.opens_reasoning is not False
     forms = {"tool_choice": plan.form}
     params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
+    if form is not None and may_reason:
+        # What comes before the form is reasoning, whether or not the model opens it with its tag.
+        prompt.opens_reasoning = True
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False, form)

@@ -67,15 +67,18 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     # A model that may reason is taken to do so unless the prompt closed its reasoning.
     may_reason = serving.reasons and prompt.opens_reasoning is not False
     params, form = serving.sampling(body, most, forms=forms, may_reason=may_reason)
+    if form is not None and may_reason:
+        # What comes before the form is reasoning, whether or not the model opens it with its tag.
+        prompt.opens_reasoning = True
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False, form)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
-    if body.previous_response_id is not None:
-        message = "previous_response_id is not supported: responses are not stored"
-        raise bad_request("previous_response_id", message)
+    for name in ("previous_response_id", "conversation"):
+        if getattr(body, name) is not None:
+            raise bad_request(name, f"{name} is not supported: responses are not stored")
     if body.background:
         raise bad_request("background", "background is not supported: responses are not stored")
     if body.truncation == "auto":

@@ -142,7 +142,7 @@ def run_server(
             # second each time, in which no request is answered.
             gc.collect()
             gc.freeze()
-            with _signals_are_uvicorns():
+            with _stopped_by_signals(server):
                 server.run(sockets=[listener])
     finally:
         engine.shutdown()
@@ -226,11 +226,12 @@ def _unix_socket(path: str) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _signals_are_uvicorns() -> Iterator[None]:
-    """uvicorn raises the signals that stopped it again at its end: they have done their work."""
+def _stopped_by_signals(server: _Server) -> Iterator[None]:
+    """Also before uvicorn handles them itself. It raises those that stopped it again at its end,
+    when they have done their work."""
     handled = (signal.SIGINT, signal.SIGTERM)
     try:
-        before = {number: signal.signal(number, lambda *_: None) for number in handled}
+        before = {number: signal.signal(number, server.handle_exit) for number in handled}
     except ValueError:  # not the main thread, where uvicorn handles none
         yield
         return
