@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -344,11 +345,14 @@ def test_shutdown_does_not_wait_for_a_restart_that_hangs(
     assert all(map(is_killed, hanging()))
 
 
-def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
-    """Not even one that is killed, while a step runs."""
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_engine_does_not_outlive_its_parent(small_model: Path, forks: bool) -> None:
+    """Not even one that is killed, while a step runs; nor if a fork of its parent does."""
     code = textwrap.dedent(
         f"""
         import asyncio
+        import os
+        import time
         from tests.engine import faulty_worker
         from tests.engine.workload import greedy
         from zipage import EngineProcessClient
@@ -359,7 +363,11 @@ def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
             client = EngineProcessClient(**{small_options(small_model)!r})
             task = asyncio.create_task(anext(client.generate([5, 6, 7], greedy(5), "hang")))
             await asyncio.sleep(0.1)
-            print(client.engine_pid, flush=True)
+            fork = os.fork() if {forks} else os.getpid()
+            if not fork:
+                time.sleep(30)
+                os._exit(0)
+            print(client.engine_pid, fork, flush=True)
             await task
 
         asyncio.run(main())
@@ -367,12 +375,17 @@ def test_the_engine_does_not_outlive_its_parent(small_model: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    engine = int(parent.stdout.readline())
+    engine, fork = map(int, parent.stdout.readline().split())
     assert is_alive(engine)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert is_killed(engine)
+    try:
+        assert is_alive(fork) is forks
+        assert is_killed(engine)
+    finally:
+        if forks:
+            os.kill(fork, signal.SIGKILL)
 
 
 def test_a_dropped_client_ends_its_engine(small_model: Path) -> None:
@@ -380,3 +393,32 @@ def test_a_dropped_client_ends_its_engine(small_model: Path) -> None:
     engine, dropped = client.engine_pid, weakref.ref(client)
     del client
     assert dropped() is None and not is_alive(engine)
+
+
+def test_a_client_in_a_cycle_may_be_collected_by_its_restart(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs on any thread, and none can wait for itself."""
+    ignored: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: ignored.append(it.exc_value))
+    client = EngineProcessClient(on_engine_death="restart", **small_options(small_model))
+    front, start = client._front, client._front._start
+
+    def collecting() -> engine_process.EngineProcess:
+        gc.collect()
+        return start()
+
+    monkeypatch.setattr(front, "_start", collecting)
+    client.itself = client  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        engine = client.engine_pid
+        del client
+        os.kill(engine, signal.SIGKILL)
+        run(until(lambda: front._closed))
+    finally:
+        gc.enable()
+    assert front._restart is not None
+    front._restart.join(20)
+    assert not front._restart.is_alive() and front._process.pid == engine
+    assert not ignored

@@ -16,7 +16,7 @@ from zipage.compression.policies.zipage import ZipagePolicy
 from zipage.engine.request import Request
 from zipage.engine.scheduler import ScheduledTokens, StepPlan
 from zipage.engine.split import halve_requests, halve_tokens, largest
-from zipage.execution import swap
+from zipage.execution import model_runner, swap
 from zipage.execution.faults import is_beyond_repair, is_out_of_memory, without_frames
 
 PROMPTS = [[7 + i] * (3 + i) for i in range(6)]
@@ -223,6 +223,36 @@ def test_lost_device_stops_the_engine_and_tells_everybody(small_model: Path) -> 
         assert all("illegal memory access" in str(o.error) for o in outputs)
         with pytest.raises(EngineDeadError, match="illegal memory access"):
             llm.generate([PROMPTS[0]])
+
+
+@pytest.mark.parametrize("refuses", ["compression stream", "memory"])
+def test_shutdown_after_a_lost_device_gives_up_what_it_can(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    """It hides no error of the step, though the device refuses to give memory back; only then."""
+    failures = 0
+
+    def fail(*_: object) -> None:
+        nonlocal failures
+        failures += 1
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for lost in (True, False):
+        llm = make_small_llm(small_model, async_compression=False)
+        core, failures = llm.engine.core, 0
+        with monkeypatch.context() as patch:
+            if refuses == "memory":
+                patch.setattr(model_runner, "release_memory", fail)
+            else:
+                patch.setattr(core._executor, "shutdown", fail)
+            if lost:
+                patch.setattr(core.runner, "execute", fail)
+                with pytest.raises(EngineDeadError, match="illegal memory access"), llm:
+                    llm.generate(PROMPTS[0])
+            else:
+                with pytest.raises(RuntimeError, match="illegal memory access"), llm:
+                    pass
+        assert failures == 1 + lost and not hasattr(core.runner, "cache")
 
 
 @pytest.mark.parametrize("direction", ["swap_out", "swap_in"])

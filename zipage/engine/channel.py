@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import threading
+import weakref
 
 _HEADER = struct.Struct("<I")
 _CHUNK = 1 << 18
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    """In a fork: held open there, an end would outlive its owner, and the other one wait for it."""
+    for end in list(_open):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class Channel:
-    """One end of a stream socket. Any thread may send, one receives.
+    """One end of a stream socket. Any thread may send, one receives. It is closed in forks.
 
     Args:
         end: a connected stream socket, which the channel owns from then on.
@@ -22,6 +34,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
         self._socket = end
+        _open.add(end)
         self._sending = threading.Lock()
         self._buffer = bytearray()
         self._poll = select.poll()

@@ -21,6 +21,7 @@ from zipage.engine.stats import EngineStats, StepStats
 from zipage.engine.steps import StepRunner, failed_update
 from zipage.errors import RequestError
 from zipage.execution.answer_form import AnswerForm
+from zipage.execution.faults import is_beyond_repair
 from zipage.execution.grammar import GrammarCompiler
 from zipage.execution.model_runner import ModelRunner, current_device, resolve_device
 from zipage.execution.sampler import SamplingState
@@ -350,11 +351,21 @@ class EngineCore:
             failed: a step raised, so that the bookkeeping may be broken and is left alone.
         """
         try:
-            for request_id in [] if failed else list(self.scheduler.requests):
-                self.scheduler.abort(request_id)
+            self._release(failed)
+        except Exception as error:
+            # A device that is lost refuses this as well; the step that lost it has said so.
+            if not (failed and is_beyond_repair(error)):
+                raise
+
+    def _release(self, failed: bool) -> None:
+        try:
+            try:
+                for request_id in [] if failed else list(self.scheduler.requests):
+                    self.scheduler.abort(request_id)
+            finally:
+                self._steps.discard()
+                self._executor.shutdown()
+            if not failed:
+                self._collect(self._executor.poll(), [])
         finally:
-            self._steps.discard()
-            self._executor.shutdown()
-        if not failed:
-            self._collect(self._executor.poll(), [])
-        self.runner.close()
+            self.runner.close()

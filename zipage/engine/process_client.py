@@ -443,7 +443,8 @@ class _Front:
                     self._deliver([output])
         if first:
             self._process.stop()
-            if self._restart is not None:
+            # The garbage collector may have called this on any thread.
+            if self._restart is not None and self._restart is not threading.current_thread():
                 self._restart.join()
 
 
