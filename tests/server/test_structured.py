@@ -210,12 +210,16 @@ def test_forced_calls() -> None:
     assert json.loads(form_of(engine).text) == TOOLS[0]["function"]["parameters"]
 
 
-def test_parameters_may_refer_to_their_own_definitions() -> None:
-    """As schemas do that pydantic makes: of every tool to its own, wherever they stand."""
+@pytest.mark.parametrize("given", [None, "https://example.com/parameters", "parameters", ""])
+def test_parameters_may_refer_to_their_own_definitions(given: str | None) -> None:
+    """As schemas do that pydantic makes: of every tool to its own, wherever they stand, also
+    where two say that they are the same document."""
+    own = {} if given is None else {"$id": given}
     tools = [
         tool(
             name,
             {
+                **own,
                 "type": "object",
                 "properties": {"one": {"$ref": "#/$defs/Part"}, "more": {"$ref": "#"}},
                 "required": ["one"],

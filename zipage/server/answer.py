@@ -102,19 +102,22 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                # A document of its own, whose root its references (#/$defs/...) start from.
-                "parameters": {"$id": f"json-schema:///tool{index}/", **_parameters(tool)},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for index, tool in enumerate(tools)
-    ]
+    given = [_parameters(tool).get("$id") for tool in tools]
+    calls = []
+    for index, (tool, own) in enumerate(zip(tools, given, strict=True)):
+        # A document of its own, whose root its references (#/$defs/...) start from.
+        document = own if own and given.count(own) == 1 else f"json-schema:///tool{index}/"
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    "parameters": {**_parameters(tool), "$id": document},
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if most is not None:
         schema["maxItems"] = most
