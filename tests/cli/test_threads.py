@@ -19,7 +19,7 @@ print("spins", os.environ.get("GOMP_SPINCOUNT"))
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
 )
 def test_threads_spin_briefly_unless_the_user_chose(chosen: dict[str, str], expected: str) -> None:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

@@ -260,6 +260,25 @@ def test_too_many_deaths_are_not_mended(
     assert not front.restarting
 
 
+def test_an_engine_that_never_starts_again_is_given_up(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each start takes so long that few deaths fall into a minute."""
+    client = EngineProcessClient(on_engine_death="restart", **small_options(small_model))
+    monkeypatch.setattr(process_client, "_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(engine_process, "_PROGRAM", "import os; os._exit(7)")
+
+    async def scenario() -> None:
+        os.kill(client.engine_pid, signal.SIGKILL)
+        error = await asyncio.wait_for(client.wait_dead(), 60)
+        assert "could not be restarted" in str(error) and "exit status 7" in str(error)
+
+    try:
+        run(scenario())
+    finally:
+        client.shutdown()
+
+
 def test_start_failures_are_those_of_one_process(
     tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

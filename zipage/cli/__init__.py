@@ -52,7 +52,7 @@ def _spin_briefly() -> None:
     It is read when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 app = typer.Typer(

@@ -401,6 +401,7 @@ class _Front:
 
     def _start_again(self) -> None:
         process: EngineProcess | None = None
+        failures = 0
         while process is None:
             try:
                 process = self._start()
@@ -410,7 +411,9 @@ class _Front:
                         return
                     # One that dies while it starts is a death like any other; what it refuses to
                     # start with, it would refuse again.
-                    if isinstance(error, DiedWhileStarting) and self._may_restart():
+                    failures += 1  # however long each start has taken
+                    died = isinstance(error, DiedWhileStarting)
+                    if died and self._may_restart() and failures < _MAX_DEATHS:
                         logger.critical("%s", error)
                         continue
                     logger.critical("the engine could not be restarted", exc_info=error)
