@@ -275,15 +275,15 @@ class ModelRunner:
     def drop_cache(self) -> None:
         """Give up the KV pool and all that refers to it."""
         self.graphs = None
-        for name in ("cache", "backend", "compressor", "swap"):
+        if "swap" in self.__dict__:
+            self.swap.close()  # and stays, for its count
+        for name in ("cache", "backend", "compressor"):
             self.__dict__.pop(name, None)
 
     def close(self) -> None:
         """Give up the weights and the KV pool; no step can be run any more."""
-        self.graphs = None
-        self.swap.close()
-        for name in ("model", "cache", "backend", "compressor"):
-            self.__dict__.pop(name, None)
+        self.drop_cache()
+        self.__dict__.pop("model", None)
         release_memory(self.device)
 
     def capture_graphs(self) -> None:

@@ -15,7 +15,7 @@ from zipage.server.answer import AnswerParser, ToolPlan, plan_tools, reasoning_c
 from zipage.server.errors import bad_request
 from zipage.server.generation import Delta, DeltaTracker, Generation
 from zipage.server.logprobs import chat_logprobs
-from zipage.server.prompts import ChatPrompt, chat_prompt
+from zipage.server.prompts import ChatPrompt, chat_prompt, chat_sampling
 from zipage.server.protocol.chat import ChatCompletionRequest
 from zipage.server.serving import Serving, request_id_of
 from zipage.server.streaming import (
@@ -45,13 +45,8 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
         raise bad_request(name, f"{name}={max_tokens} must be at least 1")
     serving.check_length(len(prompt.token_ids), "messages", max_tokens, name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    # A model that may reason is taken to do so unless the prompt closed its reasoning.
-    may_reason = serving.reasons and prompt.opens_reasoning is not False
     forms = {"tool_choice": plan.form}
-    params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
-    if form is not None and may_reason:
-        # What comes before the form is reasoning, whether or not the model opens it with its tag.
-        prompt.opens_reasoning = True
+    params, form = chat_sampling(serving, prompt, body, max_tokens, logprobs, forms=forms)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False, form)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zipage.errors import RequestError
+from zipage.sampling_params import SamplingParams
 from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import ChatTemplateFields, Message
+from zipage.server.protocol.sampling import SamplingFields
 from zipage.server.reasoning import prompt_opens_reasoning
 from zipage.server.serving import NO_TOKENIZER, Serving
+from zipage.server.structured import RequestedForm
 from zipage.tokenizer import render_chat
 
 
@@ -79,6 +82,28 @@ async def text_prompts(
             raise bad_request("prompt", f"token id {outside} is not in the vocabulary, 0 to {last}")
         prompts.append(TextPrompt(texts[index] if texts else None, token_ids))
     return prompts
+
+
+def chat_sampling(
+    serving: Serving,
+    prompt: ChatPrompt,
+    body: SamplingFields,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    *,
+    forms: Mapping[str, RequestedForm | None],
+) -> tuple[SamplingParams, RequestedForm | None]:
+    """`Serving.sampling` of an answer that may reason before its form.
+
+    A model that may reason is taken to do so unless the prompt closed its reasoning. What comes
+    before the form is reasoning then, whether or not the model opens it with its tag:
+    `prompt.opens_reasoning` is set.
+    """
+    may_reason = serving.reasons and prompt.opens_reasoning is not False
+    params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
+    if form is not None and may_reason:
+        prompt.opens_reasoning = True
+    return params, form
 
 
 async def chat_prompt(

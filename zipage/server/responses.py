@@ -14,7 +14,7 @@ from zipage.sampling_params import SamplingParams
 from zipage.server.answer import AnswerParser, ToolPlan, plan_tools, reasoning_counter
 from zipage.server.errors import bad_request
 from zipage.server.generation import DeltaTracker, Generation
-from zipage.server.prompts import ChatPrompt, chat_prompt
+from zipage.server.prompts import ChatPrompt, chat_prompt, chat_sampling
 from zipage.server.protocol.chat import (
     ChatTemplateFields,
     FunctionCall,
@@ -64,12 +64,7 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
         schema = JsonSchemaFormat(schema=body.text.format.json_schema)
         wanted = ResponseFormat(type=body.text.format.type, json_schema=schema)
         forms["text.format"] = form_of("text.format", wanted, "schema")
-    # A model that may reason is taken to do so unless the prompt closed its reasoning.
-    may_reason = serving.reasons and prompt.opens_reasoning is not False
-    params, form = serving.sampling(body, most, forms=forms, may_reason=may_reason)
-    if form is not None and may_reason:
-        # What comes before the form is reasoning, whether or not the model opens it with its tag.
-        prompt.opens_reasoning = True
+    params, form = chat_sampling(serving, prompt, body, most, forms=forms)
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False, form)
