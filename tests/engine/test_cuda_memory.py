@@ -201,6 +201,24 @@ def test_engine_outlives_samplers_without_memory() -> None:
         assert lengths(llm.generate(prompts, params)) == [12] * 36
 
 
+def test_shutdown_frees_weights_pool_and_graphs() -> None:
+    """At once, though the engine is still held by name."""
+    with make() as warm:  # what the context and the kernels keep
+        warm.generate([prompt(900, 1)], sampled(300))
+    release()
+    before, held = free(), torch.cuda.memory_allocated()
+    llm = make()
+    llm.generate([prompt(900, 1)], sampled(300))
+    assert torch.cuda.memory_allocated() > held + (9 << 29)  # of 4 GiB and the weights
+    llm.shutdown()
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - held
+    print(f"left in tensors: {left / MIB:.0f} MiB, on the device: {(before - free()) / MIB:.0f}")
+    assert left < 64 * MIB
+    assert free() > before - 512 * MIB
+    del llm
+
+
 def test_cold_start_of_8b(tmp_path: Path) -> None:
     """With every kernel to be compiled."""
     program = f"""

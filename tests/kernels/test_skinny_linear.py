@@ -21,13 +21,13 @@ from zipage.models.fp8 import FP8, Fp8Rows, quantise
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (5, 4), (17, 2), (64, 2)])
+@pytest.mark.parametrize(("rows", "splits"), [(1, 1), (5, 4), (17, 2), (64, 2), (100, 2)])
 def test_parts_sum_to_the_product(rows: int, splits: int, dtype: torch.dtype, device: str) -> None:
     if device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
     x = torch.randn(rows, 512, dtype=dtype, device=device)
     weight = torch.randn(128, 512, dtype=dtype, device=device)
-    parts = skinny_linear(x, weight, SkinnyPlan(splits, 128, 3))
+    parts = skinny_linear(x, weight, SkinnyPlan(splits, 128, 4 if rows > 64 else 3))
     assert parts.shape == (splits, rows, 128) and parts.dtype == torch.float32
     expected = x.double() @ weight.double().T
     assert relative_error(parts.double().sum(0), expected) < 1e-6
@@ -66,7 +66,10 @@ def test_splits_fill_the_device() -> None:
         return plan and plan.splits
 
     assert splits(48, 4096, 4096) == 4
-    assert splits(65, 4096, 4096) is None
+    assert splits(65, 4096, 4096) == splits(128, 4096, 12288) == 2
+    assert splits(96, 1024, 2048) == 8 and splits(129, 4096, 4096) is None
+    # Idle multiprocessors, or a second turn of some.
+    assert splits(96, 5120, 5120) is None and splits(96, 24576, 4096) is None
     assert splits(48, 24576, 4096) == 1
     assert splits(1, 1024, 384, torch.float16) == 1
     assert splits(8, 4096, 4000) is None and splits(8, 100, 4096) is None

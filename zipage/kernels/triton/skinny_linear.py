@@ -15,9 +15,12 @@ import triton.language as tl
 
 from zipage.models.fp8 import FP8, Fp8Rows
 
-# More rows are left to the library, which is faster then; for fp8 it is slow at first.
-_MOST_ROWS = 64
-_MOST_FP8_ROWS = 128
+# More rows are left to the library.
+_MOST_ROWS = 128
+# Up to this many in two bytes, two programs fit the shared memory of a multiprocessor.
+_FEW_ROWS = 64
+# Share of the multiprocessors that more rows must keep busy, or the library is faster.
+_BUSY = 0.85
 # Rows of the weight a program multiplies at once, and bytes of each.
 _COLUMNS = 64
 _STEP_BYTES = 256
@@ -83,8 +86,9 @@ class SkinnyPlan:
 def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan | None:
     """How to cut the product of `rows` rows with a weight; None if it is not for this kernel.
 
-    In two bytes one and a half programs for each multiprocessor hide most of a program's start and
-    end; fp8 is read so fast that one program with a deep pipeline is better than more parts.
+    For few rows in two bytes, one and a half programs for each multiprocessor hide most of a
+    program's start and end. For more rows, and in fp8, which is read fast, one program with a deep
+    pipeline is better than more parts.
 
     Args:
         rows: rows of the other factor.
@@ -93,8 +97,7 @@ def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan 
     """
     n, k = weight.shape
     fp8 = weight.dtype == FP8
-    most = _MOST_FP8_ROWS if fp8 else _MOST_ROWS
-    if (not fp8 and weight.dtype.itemsize != 2) or rows > most or n % _COLUMNS:
+    if (not fp8 and weight.dtype.itemsize != 2) or rows > _MOST_ROWS or n % _COLUMNS:
         return None
     tiles, step = n // _COLUMNS, _STEP_BYTES // weight.dtype.itemsize
     if fp8 and tiles > processors:
@@ -103,13 +106,13 @@ def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan 
     splits = [s for s in _SPLITS if k % (s * step) == 0]
     if not splits:
         return None
-    if fp8:
-        return SkinnyPlan(
-            max(s for s in splits if s == splits[0] or tiles * s <= processors), step, 4
-        )
-    enough = [s for s in splits if 2 * tiles * s >= 3 * processors]
-    # Two programs fit the shared memory of a multiprocessor at 64 rows.
-    return SkinnyPlan(enough[0] if enough else splits[-1], step, 3 if rows > 32 else 4)
+    if not fp8 and rows <= _FEW_ROWS:
+        enough = [s for s in splits if 2 * tiles * s >= 3 * processors]
+        return SkinnyPlan(enough[0] if enough else splits[-1], step, 3 if rows > 32 else 4)
+    most = max(s for s in splits if s == splits[0] or tiles * s <= processors)
+    if not fp8 and not _BUSY * processors <= tiles * most <= processors:
+        return None
+    return SkinnyPlan(most, step, 4)
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan) -> torch.Tensor:
