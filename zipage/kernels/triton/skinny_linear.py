@@ -83,9 +83,7 @@ class SkinnyPlan:
     stages: int
 
 
-def plan_skinny(
-    rows: int, weight: torch.Tensor, processors: int, memory: int
-) -> SkinnyPlan | None:
+def plan_skinny(rows: int, weight: torch.Tensor, processors: int, memory: int) -> SkinnyPlan | None:
     """How to cut the product of `rows` rows with a weight; None if it is not for this kernel.
 
     For few rows in two bytes, one and a half programs for each multiprocessor hide most of a
