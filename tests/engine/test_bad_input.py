@@ -35,6 +35,7 @@ from zipage import (
 from zipage.engine.core_io import EngineRequest
 from zipage.engine.messages import Start, Submit, decode_to_engine, encode
 from zipage.errors import ZipageError, shown
+from zipage.execution.model_runner import resolve_device
 from zipage.llm import OutputStream
 
 GOOD = [11, 12, 13, 14, 15]
@@ -601,3 +602,14 @@ def test_any_submission_is_answered_or_refused(
                 break
             engine.step()
     assert_empty(bystander.llm)
+
+
+def test_devices_beyond_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch takes cuda:256 for cuda:0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("cuda") == resolve_device("cuda:1") == torch.device("cuda", 1)
+    for name in ("cuda:2", "cuda:256", "cuda:300", "cuda:12345678901234567890"):
+        with pytest.raises(ConfigError, match=f"{name}.*2 devices"):
+            resolve_device(name)

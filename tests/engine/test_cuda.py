@@ -107,3 +107,19 @@ def test_synchronous_runs_are_equal(asks: list[tuple[list[int], SamplingParams]]
             outputs = llm.generate([p for p, _ in asks], [s for _, s in asks])
         runs.append([tokens_of(output) for output in outputs])
     assert runs[0] == runs[1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_engines_on_two_devices(asks: list[tuple[list[int], SamplingParams]]) -> None:
+    """In one process, both there at once, each with graphs captured on its own device."""
+    options: dict[str, Any] = {"async_scheduling": False, "async_compression": False}
+    prompts, params = [p for p, _ in asks], [s for _, s in asks]
+    with (
+        make_llm(device="cuda:0", dtype="float32", **options) as one,
+        make_llm(device="cuda:1", dtype="float32", **options) as other,
+    ):
+        assert other.engine.core.runner.graphs is not None
+        texts = [[tokens_of(o) for o in llm.generate(prompts, params)] for llm in (one, other)]
+    assert texts[0] == texts[1]
+    with make_llm(device="cuda:1", dtype="float32") as llm:  # everything ahead and beside
+        assert all(output.error is None for output in llm.generate(prompts, params))

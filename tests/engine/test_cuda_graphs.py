@@ -34,11 +34,17 @@ class Event:
     def record(self) -> None: ...
 
 
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
 class Graph:
     """Remembers the step whose forward pass was captured, and replays that."""
 
     capturing: Graph | None = None
     captured: tuple[RecordingGraphs, StepInputs, Any]
+    stream: Stream | None
 
     def pool(self) -> int:
         return 0
@@ -62,8 +68,10 @@ class RecordingGraphs(DecodeGraphs):
 
 
 @contextmanager
-def capture(graph: Graph, pool: int | None, capture_error_mode: str) -> Iterator[None]:
-    Graph.capturing = graph
+def capture(
+    graph: Graph, pool: int | None, stream: Stream | None = None, capture_error_mode: str = ""
+) -> Iterator[None]:
+    Graph.capturing, graph.stream = graph, stream
     yield
     Graph.capturing = None
 
@@ -78,6 +86,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "zeros", unpinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -191,4 +200,14 @@ def test_graphs_own_what_they_touch(small_model: Path) -> None:
         units = plan.decodes
         touched += [units.units, units.unit_starts, units.num_units]
         assert {tensor.untyped_storage().data_ptr() for tensor in touched} <= owned
+    llm.shutdown()
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_captures_take_a_stream_of_their_device(small_model: Path) -> None:
+    """Torch's own is one for all engines of the process, on the device of the first."""
+    llm, graphs = with_graphs(small_model, max_num_seqs=3)
+    streams = {graph.stream for graph in graphs._graphs.values()}  # type: ignore[attr-defined]
+    (stream,) = streams  # one, so that the graphs share memory
+    assert stream is not None and stream.device == graphs._model.device
     llm.shutdown()

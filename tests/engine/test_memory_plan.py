@@ -194,6 +194,19 @@ def test_out_of_memory_behind_the_plan_names_it(
         make_small_llm(small_model)
 
 
+def test_kernels_too_large_for_the_device(
+    small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = pytest.importorskip("triton").runtime.errors
+
+    def fail(*args: Any) -> None:
+        raise errors.OutOfResources(81920, 65536, "shared memory")
+
+    monkeypatch.setattr(ModelRunner, "execute", fail)
+    with pytest.raises(ConfigError, match=r"Required: 81920, .*65536\): use attention_backend"):
+        make_small_llm(small_model)
+
+
 def test_other_failures_of_a_trial_are_bugs(
     small_model: Path, device: list[Counters], monkeypatch: pytest.MonkeyPatch
 ) -> None:

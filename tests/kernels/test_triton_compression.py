@@ -399,6 +399,25 @@ def test_pools_that_do_not_fit_are_refused() -> None:
         make_kernels(wide, "fast")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_fit_the_shared_memory(
+    dim: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are cut (24 queries of 8 heads) are in flight up to 3.5 times, as compiled."""
+    cache = make_cache(blocks=2, block_size=64, group=group, dim=dim, window=24, dtype=torch.half)
+    stages = []
+    for memory in (101376, 166912, 232448):  # of compute capability 8.9, 8.0 and 9.0
+        monkeypatch.setattr(triton_kernels, "shared_memory", lambda device, size=memory: size)
+        kernels = TritonKernels(cache)
+        cut = kernels._attention["ROW_CHUNKS"] > 1
+        assert cut == (group == 8)
+        stages.append(kernels._score_stages)
+        fits = not cut or 3.5 * kernels._attention["ROWS"] * dim * 2 <= memory
+        assert stages[-1] == (3 if fits else 1)
+    assert stages[2] == 3 and stages[0] == (1 if group == 8 and dim > 64 else 3)
+
+
 def compiled(*shape: object) -> list[dict[str, object]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -255,7 +256,28 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0)
     with pytest.raises(ConfigError, match=r"bfloat16.*got float16"):
         check_fp8(device, torch.float16)
+    tried = []
+    monkeypatch.setattr("zipage.models.fp8._try_product", tried.append)
     check_fp8(device, torch.bfloat16)
+    assert tried == [device]
+
+
+def test_gpus_whose_torch_cannot_multiply_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 on compute capability 8.9, or cuBLAS on 12.0."""
+    from zipage.models import fp8
+
+    def product(*given: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 5090")
+    monkeypatch.setattr(fp8, "scaled_product", product)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `f(a, b)`\nmore")
+    with pytest.raises(ConfigError, match=r"fp8.*RTX 5090.*NOT_SUPPORTED.*leave") as caught:
+        fp8._try_product(torch.device("cpu"))
+    assert "more" not in str(caught.value)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(torch.OutOfMemoryError):
+        fp8._try_product(torch.device("cpu"))
 
 
 def test_texts_with_triton_kernels(small_model: Path) -> None:

@@ -12,7 +12,7 @@ from zipage.compression.compactor import block_indices
 from zipage.compression.job import CompressionJob
 from zipage.compression.scores import _NORM_EPS, Reduction
 from zipage.kernels.triton import compaction, redundancy, window_attention
-from zipage.kernels.triton.launch import UNFUSED
+from zipage.kernels.triton.launch import UNFUSED, shared_memory
 
 _LOG2E = 1.4426950408889634
 # The cache is cut into at most this many parts for the attention score (a power of two), each of
@@ -81,6 +81,11 @@ class TritonKernels:
             "num_warps": 8 if rows > 64 else 4,
             **UNFUSED,
         }
+        # Rows that are cut are loaded in every step, and several steps are in flight.
+        cut = self._attention["ROW_CHUNKS"] > 1
+        size = 7 * rows * dim_pad * spec.dtype.itemsize // 2
+        serial = wide or (cut and size > shared_memory(spec.device))
+        self._score_stages = 1 if serial else 3
         self._columns = 32 if wide else 128
         self._rows = 32
         self._last = _LastTable()
@@ -148,7 +153,7 @@ class TritonKernels:
                 GROUP_MAX=group == "max",
                 WINDOW_MAX=window == "max",
                 PARTS=_MAX_PARTS,
-                num_stages=1 if cache.spec.dtype == torch.float32 else 3,
+                num_stages=self._score_stages,
                 **shape,
             )
         return out

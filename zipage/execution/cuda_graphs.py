@@ -150,13 +150,15 @@ class DecodeGraphs:
         inputs.slot_mapping.fill_(-1)
         inputs.capture.fill_(-1)
         pool = None
+        # Torch would take one stream for all engines of the process, on the first one's device.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
             step = self._step(size)
             self._forward(step)  # compiles kernels, outside of the graph
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             # Other engines of the process may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self._forward(step)
             pool = graph.pool()
             self._graphs[size] = graph

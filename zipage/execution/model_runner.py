@@ -70,9 +70,10 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: this machine or torch build has no CUDA; use 'cpu'")
-    device = torch.device(name)
+    device = torch.device(name.partition(":")[0])
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        # Torch takes a number modulo 256.
+        index = int(name.partition(":")[2] or torch.cuda.current_device())
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device={name!r}: there are {torch.cuda.device_count()} devices")
         device = torch.device("cuda", index)

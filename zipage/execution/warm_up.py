@@ -102,7 +102,8 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
         The plan, without a pool.
 
     Raises:
-        ConfigError: something does not fit, even beside a pool of next to nothing.
+        ConfigError: something does not fit, even beside a pool of next to nothing, or a kernel
+            needs more of a multiprocessor than there is.
     """
     started, compiled = time.perf_counter(), num_compiled_kernels()
     memory.release()
@@ -119,6 +120,11 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
             # Torch has kept what was freed: this is the most that was needed at once.
             plan = replace(plan, **{stage: max(0, before - memory.free())})
     except Exception as error:
+        if type(error).__name__ == "OutOfResources":  # of Triton, which may not be there
+            raise ConfigError(
+                f"{runner.device} cannot run the Triton kernels of this model "
+                f"({str(error).partition('. ')[0]}): use attention_backend='torch'"
+            ) from error
         if not is_out_of_memory(error):
             raise
         cause = without_frames(error)

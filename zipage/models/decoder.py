@@ -192,10 +192,10 @@ class _FusedLayer:
 
     def __init__(self, device: torch.device) -> None:
         from zipage.kernels.triton import elementwise, skinny_linear
-        from zipage.kernels.triton.launch import num_multiprocessors
+        from zipage.kernels.triton.launch import num_multiprocessors, shared_memory
 
         self._elementwise, self._skinny = elementwise, skinny_linear
-        self._processors = num_multiprocessors(device)
+        self._processors, self._memory = num_multiprocessors(device), shared_memory(device)
         self._linear: Linear = F.linear
         self._unsummed: torch.Tensor | None = None
 
@@ -235,7 +235,7 @@ class _FusedLayer:
         if bias is not None or layer.all_reduce is not None:
             layer._add_reduced(x, F.linear(h, weight, bias))
             return
-        plan = self._skinny.plan_skinny(len(h), weight, self._processors)
+        plan = self._skinny.plan_skinny(len(h), weight, self._processors, self._memory)
         if plan is None:
             x.addmm_(h, weight.t())
         else:
@@ -391,14 +391,15 @@ class Decoder(WeightHolder):
 
             self._invariant_head = linear
         if self._fp8 is not None:
-            from zipage.kernels.triton.launch import num_multiprocessors
+            from zipage.kernels.triton.launch import num_multiprocessors, shared_memory
             from zipage.kernels.triton.linear import scaled_linear
             from zipage.kernels.triton.quantise import SkinnyProducts, TritonElementwise
 
             if batch_invariant:
                 self._fp8 = Fp8Path(TritonElementwise(), scaled_linear)
             else:
-                small = SkinnyProducts(num_multiprocessors(self.device))
+                device = self.device
+                small = SkinnyProducts(num_multiprocessors(device), shared_memory(device))
                 self._fp8 = Fp8Path(TritonElementwise(), scaled_product, small)
             return
         fused = (_InvariantLayer if batch_invariant else _FusedLayer)(self.device)

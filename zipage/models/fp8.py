@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from zipage.errors import ConfigError
+from zipage.execution.faults import is_out_of_memory
 
 if TYPE_CHECKING:
     from zipage.attention.backend import AttentionBackend, StepInputs
@@ -262,7 +263,8 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a device or dtype that products of fp8 cannot run on.
 
     Raises:
-        ConfigError: a GPU below compute capability 8.9, or one with another dtype than bfloat16.
+        ConfigError: a GPU below compute capability 8.9, one with another dtype than bfloat16, or
+            one for which this torch lacks the product.
     """
     if device.type != "cuda":
         return
@@ -278,6 +280,28 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
             f"quantization='fp8' on CUDA needs dtype='bfloat16', got "
             f"{str(dtype).removeprefix('torch.')}"
         )
+    _try_product(device)
+
+
+def _try_product(device: torch.device) -> None:
+    """Multiply: which torch can do that with a scale per row on which GPU is written nowhere.
+
+    Raises:
+        ConfigError: this one cannot.
+    """
+    rows = quantise(torch.zeros(128, 128, dtype=torch.bfloat16, device=device))
+    scale = rows.scales[:, 0].contiguous()
+    try:
+        scaled_product(rows, rows.values, scale, None, torch.bfloat16)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        cause = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"quantization='fp8': torch {torch.__version__} cannot multiply fp8 with a scale per "
+            f"row on {torch.cuda.get_device_name(device)} ({cause}): leave quantization out, or "
+            f"take another version of torch"
+        ) from error
 
 
 def check_fp8_shape(name: str, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 #: Options of kernels that hand sums of products from thread to thread. Fused into the first
 #: addition, a product leaves a sum other last bits in each of the threads that share it, and
@@ -16,3 +17,12 @@ def num_multiprocessors(device: torch.device) -> int:
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a program may have; no limit on a CPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    size: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return size

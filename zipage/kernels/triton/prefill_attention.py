@@ -16,6 +16,12 @@ import triton.language as tl
 
 from zipage.cache.kv_cache import KVCache
 from zipage.kernels.triton.fp8 import from_fp8, query_operand
+from zipage.kernels.triton.launch import shared_memory
+
+# Queries take at most this share of the shared memory, and keys of a step this one: there are
+# values too, maybe those of another step.
+_QUERIES_SHARE = 2
+_KEYS_SHARE = 5
 
 
 @triton.jit
@@ -180,9 +186,15 @@ class PrefillAttention:
         self._invariant = batch_invariant
         # Single tokens are tiles of their own there, and use few of the rows.
         most = 64 if batch_invariant else 128
-        self._rows = max(32 if small else most, triton.next_power_of_2(group))
-        self._tile = 32 if small else 64
         self._dim_padded = max(16, triton.next_power_of_2(spec.head_dim))
+        size, memory = self._dim_padded * spec.dtype.itemsize, shared_memory(spec.device)
+        rows = 32 if small else most
+        while rows > 16 and rows * size * _QUERIES_SHARE > memory:
+            rows //= 2
+        self._rows = max(rows, triton.next_power_of_2(group))
+        self._tile = 32 if small else 64
+        while self._tile > 16 and self._tile * size * _KEYS_SHARE > memory:
+            self._tile //= 2
         #: New tokens of a tile.
         self.tokens_per_tile = self._rows // group
 

@@ -84,21 +84,22 @@ class SkinnyProducts:
 
     Args:
         processors: multiprocessors of the device.
+        memory: bytes of shared memory a program may have.
     """
 
-    def __init__(self, processors: int) -> None:
-        self._processors = processors
+    def __init__(self, processors: int, memory: int) -> None:
+        self._processors, self._memory = processors, memory
 
     def product(
         self, x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        plan = plan_skinny(len(x.values), weight, self._processors)
+        plan = plan_skinny(len(x.values), weight, self._processors, self._memory)
         if plan is None:
             return None
         return scaled_skinny_linear(x, weight, scale, replace(plan, splits=1), dtype)[0]
 
     def parts(self, x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-        plan = plan_skinny(len(x.values), weight, self._processors)
+        plan = plan_skinny(len(x.values), weight, self._processors, self._memory)
         if plan is None:
             return None
         return scaled_skinny_linear(x, weight, scale, plan, torch.float32)

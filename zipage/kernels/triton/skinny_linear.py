@@ -83,7 +83,7 @@ class SkinnyPlan:
     stages: int
 
 
-def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan | None:
+def plan_skinny(rows: int, weight: torch.Tensor, processors: int, memory: int) -> SkinnyPlan | None:
     """How to cut the product of `rows` rows with a weight; None if it is not for this kernel.
 
     For few rows in two bytes, one and a half programs for each multiprocessor hide most of a
@@ -94,12 +94,17 @@ def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan 
         rows: rows of the other factor.
         weight: ``[N, K]`` in fp8 or a 2-byte dtype, contiguous.
         processors: multiprocessors of the device.
+        memory: bytes of shared memory a program may have. Where it is small, fewer steps are in
+            flight.
     """
     n, k = weight.shape
     fp8 = weight.dtype == FP8
     if (not fp8 and weight.dtype.itemsize != 2) or rows > _MOST_ROWS or n % _COLUMNS:
         return None
     tiles, step = n // _COLUMNS, _STEP_BYTES // weight.dtype.itemsize
+    deepest = memory // (_STEP_BYTES * (_COLUMNS + _padded(rows)))
+    if deepest < 2:
+        return None
     if fp8 and tiles > processors:
         # Several programs share a multiprocessor's memory.
         return SkinnyPlan(1, step // 2, 3) if k % (step // 2) == 0 else None
@@ -108,11 +113,17 @@ def plan_skinny(rows: int, weight: torch.Tensor, processors: int) -> SkinnyPlan 
         return None
     if not fp8 and rows <= _FEW_ROWS:
         enough = [s for s in splits if 2 * tiles * s >= 3 * processors]
-        return SkinnyPlan(enough[0] if enough else splits[-1], step, 3 if rows > 32 else 4)
+        stages = min(3 if rows > 32 else 4, deepest)
+        return SkinnyPlan(enough[0] if enough else splits[-1], step, stages)
     most = max(s for s in splits if s == splits[0] or tiles * s <= processors)
-    if not fp8 and not _BUSY * processors <= tiles * most <= processors:
+    if not fp8 and not (deepest >= 4 and _BUSY * processors <= tiles * most <= processors):
         return None
-    return SkinnyPlan(most, step, 4)
+    return SkinnyPlan(most, step, min(4, deepest))
+
+
+def _padded(rows: int) -> int:
+    padded: int = max(16, triton.next_power_of_2(rows))
+    return padded
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan) -> torch.Tensor:
@@ -167,7 +178,7 @@ def _launch(
         N=n,
         K=k,
         SPLITS=plan.splits,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=_padded(rows),
         COLUMNS=_COLUMNS,
         STEP=plan.step,
         SCALED=x_scales is not None,
