@@ -219,9 +219,9 @@ class EngineConfig:
             if not isinstance(value, bool) and not (name.startswith("async") and value is None):
                 raise ConfigError(f"{name}={shown(value)} must be True or False")
         share = self.memory_utilization
-        if share is not None and (not _is_real(share) or not 0 < share <= 1):
+        if share is not None and (not is_real(share) or not 0 < share <= 1):
             raise ConfigError(f"memory_utilization={shown(share)} must lie in (0, 1]")
-        if not _is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
+        if not is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
             raise ConfigError(f"protect_prompt={shown(self.protect_prompt)} must lie in [0, 1]")
         if not isinstance(self.policy_options, Mapping):
             raise ConfigError(f"policy_options={shown(self.policy_options)} must be a mapping")
@@ -320,7 +320,8 @@ class EngineConfig:
             raise ConfigError(f"{name}={shown(value)} must be {legal}")
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether an option's value is a number, which True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

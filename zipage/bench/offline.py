@@ -163,12 +163,12 @@ class _Run:
     """Submits a workload, steps the engine to its end and takes the measurements."""
 
     def __init__(
-        self, llm: LLM, mode: str, salt: str, bandwidth: float, watch: Watcher | None
+        self, llm: LLM, mode: str, cache_salt: str, bandwidth: float, watch: Watcher | None
     ) -> None:
         self.engine = llm.engine
         self.core = llm.engine.core
         self.mode = mode
-        self.salt = salt
+        self.cache_salt = cache_salt
         self.bandwidth = bandwidth
         self.watch = watch
         self.device = self.core.runner.device
@@ -209,7 +209,7 @@ class _Run:
             max_tokens=request.output_len,
             compression="off" if self.mode == "full" else None,
         )
-        return self.engine.add_request(request.prompt_token_ids, params, salt=self.salt)
+        return self.engine.add_request(request.prompt_token_ids, params, cache_salt=self.cache_salt)
 
     def _step_to_the_end(self, left: set[str], started: float) -> None:
         total, steps, last = len(left), self.core.stats().steps, started

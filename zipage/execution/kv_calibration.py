@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from zipage.attention.backend import QKVTransform, StepInputs
+from zipage.attention.backend import QKVTransform, StepInputs, padded_rows
 from zipage.attention.torch_backend import TorchBackend, _StepPlan
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.cache.quantisation import scales_for
@@ -100,7 +100,7 @@ def calibrate(
     started = time.perf_counter()
     count, device = len(token_ids), spec.device
     recorder = _Recorder(spec, count, model.scale)
-    rows = -(-count // 4) * 4  # as of every step
+    rows = padded_rows(count)
     slots = torch.arange(rows, device=device)
     ids = torch.zeros(rows, dtype=torch.int64)
     ids[:count] = torch.tensor(token_ids)

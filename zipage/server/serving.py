@@ -316,8 +316,8 @@ class Serving:
         """A prompt of a request for the engine."""
         # A client may use its request id twice.
         name = f"{answer_id}-{next(self._serial)}"
-        salt = body.cache_salt or ""
-        return Job(name, text, list(token_ids), params, body.priority or 0, salt)
+        priority, cache_salt = body.priority or 0, body.cache_salt or ""
+        return Job(name, text, list(token_ids), params, priority, cache_salt)
 
     async def deliver(
         self,
