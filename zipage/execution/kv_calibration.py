@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from zipage.attention.backend import QKVTransform, StepInputs, padded_rows
-from zipage.attention.torch_backend import TorchBackend, _StepPlan
+from zipage.attention.torch_backend import StepIndices, TorchBackend
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.cache.quantisation import scales_for
 from zipage.errors import ModelError
@@ -76,7 +76,7 @@ class _Recorder(TorchBackend):
         self._layer = layer
         return super().attend(0, qkv, transform, step)
 
-    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: _StepPlan) -> None:
+    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: StepIndices) -> None:
         self.largest[self._layer] = kv[: plan.step.num_tokens].abs().amax(dim=(0, 3)).float()
         super()._write(layer, q, kv, plan)
 
