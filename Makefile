@@ -50,6 +50,6 @@ types: $(VENV)/.installed-dev ## check types
 	$(BIN)/mypy
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 .PHONY: help install demo test test-slow test-clients lint types clean

@@ -44,6 +44,7 @@ class RunResult:
     Attributes:
         mode: ``zipage`` or ``full`` (full KV in the same pool).
         wall_seconds: from the first submission to the last token.
+        prefill_tokens: prompt tokens computed, and recomputed ones after a preemption.
         tokens_per_second: generated tokens over `wall_seconds`.
         mean_running: requests computed per step, on average.
         compression_share: time spent in compressions over `wall_seconds`; beside decoding, not
@@ -56,7 +57,7 @@ class RunResult:
 
     mode: str
     wall_seconds: float
-    prompt_tokens: int
+    prefill_tokens: int
     generated_tokens: int
     tokens_per_second: float
     steps: int
@@ -250,7 +251,7 @@ class _Run:
         return RunResult(
             mode=self.mode,
             wall_seconds=wall,
-            prompt_tokens=after.prefill_tokens - before.prefill_tokens,
+            prefill_tokens=after.prefill_tokens - before.prefill_tokens,
             generated_tokens=generated,
             tokens_per_second=generated / wall,
             steps=steps,
