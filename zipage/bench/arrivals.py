@@ -53,7 +53,7 @@ def read_trace(
 ) -> list[ServingRequest]:
     """Requests of a JSONL trace with ``arrival_s``, ``input_tokens`` and ``output_tokens``.
 
-    Prompts are random token ids of the lengths told. Times count from the first request.
+    Prompts are random token ids of the lengths given. Times count from the first request.
 
     Args:
         path: the trace; other fields of its records are left aside.

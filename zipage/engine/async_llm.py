@@ -78,7 +78,7 @@ class AsyncLLM(EngineClient):
         loop = self._loop
         accepted = False
         if getattr(params, "structured_outputs", None) is not None:
-            # On a thread of its own: the engine's goes on. What is refused is told by `submit`.
+            # On a thread of its own: the engine's goes on. What is refused is reported by `submit`.
             with contextlib.suppress(RequestError, ModelError):
                 await asyncio.to_thread(loop.engine.inputs.prepare, params)
 

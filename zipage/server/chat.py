@@ -53,7 +53,7 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
 
 
 class _Answer:
-    """How the output of a request is told."""
+    """How the output of a request is reported."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Answer:
         yield DONE
 
     def _pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events that tell a delta."""
+        """The events that report a delta."""
         completion = delta.completion
         parser = self._parsers[completion.index]
         choices = []
@@ -172,7 +172,7 @@ class _Answer:
             piece.tool_calls += rest.tool_calls
         told = self._told(piece)
         extras = self._extras(delta)
-        # A token without text is told where the client asked for more than text.
+        # A token without text is reported where the client asked for more than text.
         if told or completion.finished or extras:
             choice = _chunk(completion.index, told)
             choice |= extras
@@ -193,7 +193,7 @@ class _Answer:
         return told
 
     def _extras(self, delta: Delta) -> dict[str, Any]:
-        """What a choice tells beside its text."""
+        """What a choice reports beside its text."""
         extras: dict[str, Any] = {}
         if delta.logprobs is not None:
             extras["logprobs"] = chat_logprobs(

@@ -55,7 +55,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
 
 
 class _Answer:
-    """How the outputs of a request are told."""
+    """How the outputs of a request are reported."""
 
     def __init__(
         self,

@@ -177,7 +177,7 @@ class Delta:
 
     Attributes:
         completion: the whole of it so far.
-        first: whether nothing was told of it before.
+        first: whether nothing was reported of it before.
     """
 
     completion: CompletionOutput
@@ -190,7 +190,7 @@ class Delta:
 
 @dataclass
 class DeltaTracker:
-    """What was told of one completion."""
+    """What was reported of one completion."""
 
     _characters: int = 0
     _tokens: int = 0

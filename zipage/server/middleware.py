@@ -44,7 +44,7 @@ class RequestScope:
 
     Args:
         app: handles requests.
-        answered: told of every request: method, the path as its route has it, status.
+        answered: called for every request: method, the path as its route has it, status.
     """
 
     def __init__(self, app: ASGIApp, answered: Callable[[str, str, int], None]) -> None:

@@ -1,4 +1,4 @@
-"""What answers tell of their cost: tokens, and what their KV caches went through."""
+"""What answers report of their cost: tokens, and what their KV caches went through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zipage.server.generation import Delta
 
 
 def kv_stats(delta: Delta) -> dict[str, Any]:
-    """What the API tells of a choice's KV cache."""
+    """What the API reports of a choice's KV cache."""
     completion = delta.completion
     return {
         "compressions": [record.as_json() for record in delta.compressions],
