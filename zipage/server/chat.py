@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from zipage.server.streaming import (
     stream_error,
 )
 from zipage.server.tool_calls import Piece, ToolCallDelta
-from zipage.server.usage import kv_stats, usage
+from zipage.server.usage import StreamedUsage, kv_stats, usage
 
 
 async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) -> Response:
@@ -123,9 +124,7 @@ class _Answer:
         self, generation: Generation, log_fields: dict[str, Any]
     ) -> AsyncGenerator[bytes, None]:
         """The answer as a stream; its first event is empty."""
-        options = self._body.stream_options
-        counts = bool(options and options.include_usage)
-        continuous = counts and bool(options and options.continuous_usage_stats)
+        counts = StreamedUsage(self._body.stream_options)
         head = {**self._head, "object": "chat.completion.chunk"}
         output: RequestOutput | None = None
         async with generation:
@@ -140,10 +139,7 @@ class _Answer:
                             continue
                         for choice in self._pieces(delta):
                             chunk: dict[str, Any] = {**head, "choices": [choice]}
-                            if continuous:
-                                chunk["usage"] = self._usage(output)
-                            elif counts:
-                                chunk["usage"] = None
+                            chunk |= counts.fields(functools.partial(self._usage, output))
                             if self._body.return_token_ids and "role" in choice["delta"]:
                                 chunk["prompt_token_ids"] = output.prompt_token_ids
                             events += event(chunk)
@@ -152,7 +148,7 @@ class _Answer:
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return
-        if counts and output is not None:
+        if counts.at_end and output is not None:
             yield event({**head, "choices": [], "usage": self._usage(output)})
         yield DONE
 

@@ -7,6 +7,25 @@ from typing import Any
 
 from zipage.outputs import CompletionOutput, RequestOutput
 from zipage.server.generation import Delta
+from zipage.server.protocol.sampling import StreamOptions
+
+
+class StreamedUsage:
+    """Which events of a stream have token counts, as its `stream_options` ask.
+
+    Attributes:
+        at_end: an event of their own, the last one; the others have a `usage` of null then.
+    """
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self.at_end = bool(options and options.include_usage)
+        self._in_all = self.at_end and bool(options and options.continuous_usage_stats)
+
+    def fields(self, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What an event with text has of them; `count` is called where it has counts."""
+        if not self.at_end:
+            return {}
+        return {"usage": count() if self._in_all else None}
 
 
 def kv_stats(delta: Delta) -> dict[str, Any]:
