@@ -33,6 +33,9 @@ test: $(VENV)/.installed-dev ## run the tests
 test-slow: $(VENV)/.installed-dev ## run the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
+test-gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device, the slow ones too
+	$(BIN)/python -m pytest -m gpu
+
 test-clients: ## run lm-eval and litellm against a server, in a virtual environment of their own
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]' \
@@ -47,6 +50,6 @@ types: $(VENV)/.installed-dev ## check types
 	$(BIN)/mypy
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 .PHONY: help install demo test test-slow test-clients lint types clean

@@ -54,7 +54,7 @@ def time_zipage(llm: LLM, requests: list[BenchRequest], output_len: int, run: in
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
     started = time.perf_counter()
     for request in requests:
-        llm.engine.add_request(request.prompt_token_ids, params, salt=f"run {run}")
+        llm.engine.add_request(request.prompt_token_ids, params, cache_salt=f"run {run}")
     generated = 0
     while llm.engine.has_unfinished:
         generated += sum(o.usage.completion_tokens for o in llm.engine.step() if o.finished)

@@ -163,6 +163,17 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
+        """Checks every option.
+
+        Raises:
+            ConfigError: one is illegal, or does not fit the others.
+        """
+        self._check_model()
+        self._check_execution()
+        self._check_limits()
+        self._check_compression()
+
+    def _check_model(self) -> None:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, (str, os.PathLike)) or not str(value)):
@@ -184,7 +195,8 @@ class EngineConfig:
                     f"model_shape={self.model_shape!r} needs load_format='dummy' and no model: "
                     f"it stands for random weights"
                 )
-        self._check_choice("compaction", ("holes", "stable"))
+
+    def _check_execution(self) -> None:
         self._check_choice("admission", ("bounded", "optimistic"))
         self._check_choice("attention_backend", ("auto", "torch", "native", "triton"))
         self._check_choice("kv_cache_dtype", ("auto", "fp8", "fp8_e4m3"))
@@ -195,6 +207,19 @@ class EngineConfig:
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ConfigError(f"device={shown(self.device)}: legal are auto, cpu, cuda and cuda:N")
+        for name in (
+            "bounded_prefill",
+            "enable_prefix_caching",
+            "async_compression",
+            "async_scheduling",
+            "enforce_eager",
+            "batch_invariant",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name.startswith("async") and value is None):
+                raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+    def _check_limits(self) -> None:
         self._check_int("block_size", 16, _LARGEST_BLOCK)
         if self.block_size % 16:
             raise ConfigError(f"block_size={self.block_size} must be a multiple of 16")
@@ -207,30 +232,22 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
             if getattr(self, name) is not None:
                 self._check_int(name, 1, _INT32_MAX)
-        for name in (
-            "bounded_prefill",
-            "enable_prefix_caching",
-            "async_compression",
-            "async_scheduling",
-            "enforce_eager",
-            "batch_invariant",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name.startswith("async") and value is None):
-                raise ConfigError(f"{name}={shown(value)} must be True or False")
         share = self.memory_utilization
-        if share is not None and (not _is_real(share) or not 0 < share <= 1):
+        if share is not None and (not is_real(share) or not 0 < share <= 1):
             raise ConfigError(f"memory_utilization={shown(share)} must lie in (0, 1]")
-        if not _is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
+        if not is_real(self.protect_prompt) or not 0 <= self.protect_prompt <= 1:
             raise ConfigError(f"protect_prompt={shown(self.protect_prompt)} must lie in [0, 1]")
-        if not isinstance(self.policy_options, Mapping):
-            raise ConfigError(f"policy_options={shown(self.policy_options)} must be a mapping")
         if self.kv_cache_memory is not None:
             parse_bytes("kv_cache_memory", self.kv_cache_memory)
             if self.num_kv_blocks is not None:
                 raise ConfigError(
                     "kv_cache_memory and num_kv_blocks both set the pool's size: give one"
                 )
+
+    def _check_compression(self) -> None:
+        self._check_choice("compaction", ("holes", "stable"))
+        if not isinstance(self.policy_options, Mapping):
+            raise ConfigError(f"policy_options={shown(self.policy_options)} must be a mapping")
         if not isinstance(self.compression, str) or self.compression != FULL:
             from zipage.compression.policies import make_policy, policy_names
 
@@ -320,7 +337,8 @@ class EngineConfig:
             raise ConfigError(f"{name}={shown(value)} must be {legal}")
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether an option's value is a number, which True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

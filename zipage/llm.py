@@ -88,8 +88,7 @@ class LLM:
                 (`chat` takes the model's own defaults instead.)
             priority: one for all, or one each; lower runs earlier.
             on_step: called after every step with `EngineStats`, whose `last_step` says what
-                happened in it. What it raises is raised here,
-                and ends the requests of this call.
+                happened in it. What it raises is raised here, and ends the requests of this call.
 
         Raises:
             RequestError: a prompt or its parameters are illegal; nothing was run.
@@ -120,17 +119,29 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
         on_step: StepCallback | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template.
 
-        Without `sampling_params` the model's own are used, see `get_default_sampling_params`.
+        Args:
+            messages: a conversation, ``[{"role": ..., "content": ...}, ...]``, or a list of them.
+            sampling_params: one for all, or one each; None for the model's own, see
+                `get_default_sampling_params`.
+            add_generation_prompt: end the prompt with what opens the assistant's turn.
+            chat_template_kwargs: variables of the chat template.
+            priority, on_step: as in `generate`.
+
+        Raises:
+            RequestError: a conversation or its parameters are illegal; nothing was run.
+            EngineDeadError: the engine failed.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self.generate(
             self.chat_prompts(messages, add_generation_prompt, chat_template_kwargs),
             sampling_params,
+            priority=priority,
             on_step=on_step,
         )
 

@@ -123,7 +123,7 @@ def test_a_run_is_measured(llm: LLM) -> None:
 
     assert [r.mode for r in results] == ["zipage", "full", "zipage", "full"]
     for result in results:
-        assert (result.prompt_tokens, result.generated_tokens) == (280, 400)
+        assert (result.prefill_tokens, result.generated_tokens) == (280, 400)
         assert result.tokens_per_second == pytest.approx(400 / result.wall_seconds)
         assert result.step_ms.p50 <= result.step_ms.p99
         assert result.pool_blocks == 64 and result.peak_memory_bytes > 10**7

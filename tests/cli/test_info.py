@@ -131,7 +131,7 @@ def test_a_named_shape() -> None:
     assert facts["kv_bytes_per_token"] == 36 * 8 * 128 * 2 * (4 if facts["device"] == "cpu" else 2)
 
 
-@pytest.mark.parametrize("model", ["/nonexistent", "./nonexistent", "a/b/c"])
+@pytest.mark.parametrize("model", [f"{__file__}/missing", "./nonexistent", "a/b/c"])
 def test_a_model_that_is_neither_here_nor_a_hub_id(model: str) -> None:
     result = invoke("info", model)
     assert result.exit_code == 2

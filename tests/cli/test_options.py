@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +166,8 @@ def test_version() -> None:
 
     result = invoke("--version")
     assert result.output == f"zipage {__version__}\n"
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'\nversion = "{__version__}"\n' in project.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", [("generate",), ("bench", "offline"), ("eval",), ("demo",)])

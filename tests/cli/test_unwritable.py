@@ -82,3 +82,27 @@ def test_trace_to_standard_output_is_refused(
     result = generate("hello", "--trace", "-", *output)
     assert result.exit_code == 2 and "the trace goes to a file" in result.stderr
     assert result.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("demo",), ("eval",), ("bench", "offline"), ("bench", "serve"), ("bench", "ablation")],
+)
+def test_results_that_could_not_be_written_are_not_worked_for(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "missing" / "results.json"
+    result = invoke(*command, "--json", str(file))
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"json={str(file)!r} can't be " in line and "No such file" in line
+
+
+@needs_full
+def test_full_disk_behind_results() -> None:
+    result = invoke(
+        "bench", "offline", "--num-kv-blocks", "64", "--num-requests", "1", "--output-len", "2",
+        "--json", str(FULL),
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith(f"Error: {FULL} can't be written: ")

@@ -208,8 +208,8 @@ def test_bad_sampling_options(bystander: Bystander, options: dict[str, Any], wor
         ({"priority": 2**63}, "priority=9223372036854775808|64-bit"),
         ({"request_id": 5}, "request_id=5|string"),
         ({"request_id": ["a"]}, "request_id=['a']|string"),
-        ({"salt": None}, "salt=None|string"),
-        ({"salt": "\ud800"}, "salt=|valid Unicode"),
+        ({"cache_salt": None}, "cache_salt=None|string"),
+        ({"cache_salt": "\ud800"}, "cache_salt=|valid Unicode"),
         ({"params": None}, "SamplingParams|NoneType"),
         ({"params": {"n": 1}}, "SamplingParams|dict"),
     ],
@@ -580,7 +580,7 @@ def test_any_engine_options_are_taken_or_refused(options: dict[str, Any]) -> Non
 @given(
     prompt=st.one_of(_GARBAGE, st.lists(st.integers(0, 330), max_size=5)),
     options=st.dictionaries(st.sampled_from(_NAMES), _GARBAGE, max_size=2),
-    others=st.dictionaries(st.sampled_from(["request_id", "priority", "salt"]), _GARBAGE),
+    others=st.dictionaries(st.sampled_from(["request_id", "priority", "cache_salt"]), _GARBAGE),
 )
 def test_any_submission_is_answered_or_refused(
     bystander: Bystander, prompt: Any, options: dict[str, Any], others: dict[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +61,16 @@ def test_token_ids_that_are_none_are_absent(llm: LLM) -> None:
         llm.generate({"prompt_token_ids": None}, SHORT)  # type: ignore[dict-item]
 
 
-def test_missing_tokenizer_is_named_as_such() -> None:
-    words = "tokenizer='/nonexistent' is not a directory"
+def test_a_priority_for_each_conversation(llm: LLM) -> None:
+    assert len(llm.chat([[MESSAGE], [MESSAGE]], SHORT, priority=[1, 0])) == 2
+    with pytest.raises(RequestError, match="priority has 2 entries for 1 prompts"):
+        llm.chat([MESSAGE], SHORT, priority=[1, 0])
+
+
+def test_missing_tokenizer_is_named_as_such(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
     with (
-        LLM(num_kv_blocks=64, tokenizer="/nonexistent") as llm,
-        pytest.raises(ModelError, match=words),
+        LLM(num_kv_blocks=64, tokenizer=missing) as llm,
+        pytest.raises(ModelError, match=f"tokenizer='{missing}' is not a directory"),
     ):
         llm.generate("x", SHORT)

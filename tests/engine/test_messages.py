@@ -82,7 +82,7 @@ REQUESTS = st.builds(
     max_tokens=COUNTS,
     max_blocks=st.none() | COUNTS,
     priority=st.integers(-(2**62), 2**62),
-    salt=TEXT,
+    cache_salt=TEXT,
     stream=st.booleans(),
     arrival_time=NUMBERS,
 )

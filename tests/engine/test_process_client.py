@@ -372,7 +372,7 @@ def test_refused_requests(client: EngineProcessClient) -> None:
         before = client.stats()
         await refused([], "empty")
         await refused([10**6], "vocabulary")
-        await refused(PROMPT, "salt", salt="\ud800")
+        await refused(PROMPT, "cache_salt", cache_salt="\ud800")
         await refused(PROMPT, "request_id", name="\ud800")
         await refused(PROMPT, "kv_budget", params=greedy(5, kv_budget=17))
         # Only the engine knows that the pool is too small.

@@ -139,7 +139,7 @@ def test_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app,
         [
-            "demo", "--problems", "3", "--min-tokens", "60", "--max-tokens", "150",
+            "demo", "--count", "3", "--min-tokens", "60", "--max-tokens", "150",
             "--pool-tokens", "512", "--kv-budget", "128", "--block-size", "16",
             "--json", str(report),
         ],
@@ -161,7 +161,7 @@ def test_a_failed_request_is_a_failed_demo(monkeypatch: pytest.MonkeyPatch) -> N
     done = CliRunner().invoke(
         app,
         [
-            "demo", "--problems", "2", "--min-tokens", "100", "--max-tokens", "150",
+            "demo", "--count", "2", "--min-tokens", "100", "--max-tokens", "150",
             "--pool-tokens", "512", "--kv-budget", "64", "--block-size", "16",
         ],
     )  # fmt: skip

@@ -154,11 +154,12 @@ def test_text_parts_are_joined(with_bos):
 
 def test_tool_calls_need_no_content(tiny):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    apply_chat(
+    token_ids = apply_chat(
         tiny,
         [{"role": "user", "content": "1"}, {"role": "assistant", "tool_calls": [call]}],
-        chat_template="{% for m in messages %}{{ m['role'] }}{% endfor %}",
+        chat_template="{% for m in messages %}{{ m['content'] or 0 }}{% endfor %}",
     )
+    assert tiny.decode(token_ids) == "10"
 
 
 @pytest.mark.parametrize(

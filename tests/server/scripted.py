@@ -63,7 +63,7 @@ class ScriptedEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
         final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         assert sampling_params is not None

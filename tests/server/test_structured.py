@@ -18,16 +18,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 FORMS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": {"type": "json_object"}}, "json_object", None),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": SCHEMA},
-            }
-        },
-        "json",
-        SCHEMA,
-    ),
+    ({"response_format": NAMED}, "json", SCHEMA),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", SCHEMA),
     ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
     ({"structured_outputs": {"json": True}}, "json", {}),

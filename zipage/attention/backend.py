@@ -13,13 +13,26 @@ from zipage.cache.kv_cache import KVCache
 from zipage.cache.quantisation import converts_fp8
 from zipage.errors import ConfigError
 
+#: Largest head dimension of the native and the Triton kernels.
+MAX_HEAD_DIM = 256
+
+_ROW_PADDING = 4
+
+
+def padded_rows(num_tokens: int) -> int:
+    """T', the rows of a step of T tokens: the next multiple of 4.
+
+    The fp32 product of a row on the CPU then does not depend on how many other rows there are.
+    """
+    return -(-num_tokens // _ROW_PADDING) * _ROW_PADDING
+
 
 @dataclass
 class StepInputs:
     """Tensors of one forward pass over the new tokens of S sequences.
 
-    The tokens of all sequences lie one after another, T in all, then rows of padding up to T'
-    (a multiple of 4: matrix products of fp32 rows then do not depend on the batch).
+    The tokens of all sequences lie one after another, T in all, then rows of padding up to T', see
+    `padded_rows`.
     On CPU every tensor is contiguous.
 
     Attributes:
@@ -139,12 +152,12 @@ def make_backend(
     """
     spec = cache.spec
     on_cuda = spec.device.type == "cuda"
-    if name == "triton" or (name == "auto" and on_cuda and spec.head_dim <= 256):
+    if name == "triton" or (name == "auto" and on_cuda and spec.head_dim <= MAX_HEAD_DIM):
         return _make_triton(name, cache, scale, max_sequences, batch_invariant)
     fits = (
         spec.device.type == "cpu"
         and spec.dtype == torch.float32
-        and spec.head_dim <= 256
+        and spec.head_dim <= MAX_HEAD_DIM
         and not spec.is_quantised
     )
     if name in ("auto", "native") and fits:
@@ -156,15 +169,16 @@ def make_backend(
             return NativeBackend(cache, scale)
     if name == "native":
         raise ConfigError(
-            f"attention_backend='native' needs device cpu, dtype float32, head_dim <= 256 and "
-            f"kv_cache_dtype='auto', got {spec.device}, {spec.dtype}, {spec.head_dim} and "
-            f"{spec.kv_dtype or spec.dtype}"
+            f"attention_backend='native' needs device cpu, dtype float32, head_dim <= "
+            f"{MAX_HEAD_DIM} and kv_cache_dtype='auto', got {spec.device}, {spec.dtype}, "
+            f"{spec.head_dim} and {spec.kv_dtype or spec.dtype}"
         )
     if batch_invariant:
         raise ConfigError(
             f"batch_invariant=True with attention_backend={name!r} on {spec.device} in "
             f"{spec.dtype}: torch's attention computes sequences together; legal are 'triton' on "
-            "CUDA (head_dim <= 256), and 'native' on the CPU in float32 where there is a C compiler"
+            f"CUDA (head_dim <= {MAX_HEAD_DIM}), and 'native' on the CPU in float32 where there is "
+            "a C compiler"
         )
     from zipage.attention.torch_backend import TorchBackend
 
@@ -182,8 +196,10 @@ def _make_triton(
             f"attention_backend={name!r} on {spec.device} needs the package triton ({error}): "
             "install it, or use attention_backend='torch'"
         ) from error
-    if spec.head_dim > 256:
-        raise ConfigError(f"attention_backend='triton' needs head_dim <= 256, got {spec.head_dim}")
+    if spec.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"attention_backend='triton' needs head_dim <= {MAX_HEAD_DIM}, got {spec.head_dim}"
+        )
     if spec.device.type == "cuda" and spec.is_quantised and not converts_fp8(spec.device):
         raise ConfigError(
             f"kv_cache_dtype='fp8' with attention_backend='triton' needs a GPU of compute "

@@ -6,11 +6,14 @@ import ctypes
 
 import torch
 
-from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
+from zipage.attention.backend import (
+    MAX_HEAD_DIM,
+    AttentionBackend,
+    QKVTransform,
+    StepInputs,
+)
 from zipage.cache.kv_cache import KVCache
 from zipage.kernels import native
-
-MAX_HEAD_DIM = 256
 
 _ERRORS = {
     1: (IndexError, "slot_mapping points outside the KV cache"),

@@ -68,7 +68,7 @@ class _Scatter:
         return cls(source, index[source].clamp(min=0), valid[first])
 
 
-class _StepPlan:
+class StepIndices:
     """Index tensors of a step, the same for every layer."""
 
     def __init__(self, step: StepInputs, cache: KVCache, transform: QKVTransform) -> None:
@@ -155,7 +155,7 @@ class TorchBackend(AttentionBackend):
 
     def __init__(self, cache: KVCache, scale: float) -> None:
         super().__init__(cache, scale)
-        self._plan: _StepPlan | None = None
+        self._plan: StepIndices | None = None
         self._last_layer = -1
 
     def attend(
@@ -202,7 +202,7 @@ class TorchBackend(AttentionBackend):
             out[prefill.start : prefill.stop] = attended.flatten(0, 1).transpose(0, 1)
         return out.view(-1, heads * dim)
 
-    def _plan_of(self, layer: int, transform: QKVTransform, step: StepInputs) -> _StepPlan:
+    def _plan_of(self, layer: int, transform: QKVTransform, step: StepInputs) -> StepIndices:
         """The step's plan, made anew when a forward pass begins."""
         plan = self._plan
         if (
@@ -211,7 +211,7 @@ class TorchBackend(AttentionBackend):
             or plan.cos_table is not transform.cos
             or layer <= self._last_layer
         ):
-            plan = self._plan = _StepPlan(step, self.cache, transform)
+            plan = self._plan = StepIndices(step, self.cache, transform)
         self._last_layer = layer
         return plan
 
@@ -222,7 +222,7 @@ class TorchBackend(AttentionBackend):
         scales = self.cache.kv_scales[layer, :, :, None, None]
         return dequantise(tokens, scales, self.cache.spec.dtype)
 
-    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: _StepPlan) -> None:
+    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: StepIndices) -> None:
         """Store keys and values ``kv [T', 2, H, D]`` and captured queries ``q [T', Q, D]``."""
         cache, to = self.cache.kv_bits[layer], plan.keys
         block = to.target // self.cache.spec.block_size

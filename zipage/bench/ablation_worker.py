@@ -75,6 +75,7 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
     """
     started = time.monotonic()
     from zipage.bench.offline import describe_setting, warm_up
+    from zipage.execution.memory import pool_bytes
     from zipage.llm import LLM
 
     own = dict(options)
@@ -97,7 +98,7 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
             **_numbers(before, watch.stats, wall),
             "cpu_seconds": round(time.process_time() - cpu, 3),
             "budget": llm.config.kv_budget if llm.config.compresses else None,
-            "kv_bytes": _kv_bytes(llm),
+            "kv_bytes": pool_bytes(llm.engine.core.runner.cache.spec),
             "curve": watch.thinned(),
             "machine": describe_setting(llm),
         }
@@ -183,14 +184,6 @@ def _numbers(before: EngineStats, after: EngineStats, wall: float) -> dict[str, 
         "prefix_hit_rate": gained("prefix_cache_hits") / looked_up if looked_up else 0.0,
         "pool_blocks": after.blocks_total,
     }
-
-
-def _kv_bytes(llm: LLM) -> int:
-    """Bytes of the pool with its score store and query slots, as `kv_cache_memory` counts them."""
-    from zipage.execution.memory import block_bytes
-
-    spec = llm.engine.core.runner.cache.spec
-    return spec.num_blocks * block_bytes(spec) + spec.num_query_slots * spec.query_slot_bytes
 
 
 def _memory_left() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zipage.bench.workloads import make_workload
+from zipage.config import is_real
 from zipage.errors import ConfigError
 from zipage.json_lines import read_json_lines
 
@@ -52,7 +53,7 @@ def read_trace(
 ) -> list[ServingRequest]:
     """Requests of a JSONL trace with ``arrival_s``, ``input_tokens`` and ``output_tokens``.
 
-    Prompts are random token ids of the lengths told. Times count from the first request.
+    Prompts are random token ids of the lengths given. Times count from the first request.
 
     Args:
         path: the trace; other fields of its records are left aside.
@@ -72,7 +73,8 @@ def read_trace(
     for where, record in read_json_lines("trace", path):
         arrival: Any = record.get("arrival_s")
         lengths: list[Any] = [record.get("input_tokens"), record.get("output_tokens")]
-        if not _is_number(arrival) or not all(_is_count(length) for length in lengths):
+        is_time = is_real(arrival) and math.isfinite(arrival)
+        if not is_time or not all(_is_count(length) for length in lengths):
             raise ConfigError(
                 f"{where} needs arrival_s in seconds, and input_tokens and output_tokens of at "
                 "least 1"
@@ -175,11 +177,6 @@ def _some(requests: list[ServingRequest], option: str, path: Path) -> list[Servi
 def _check_scale(scale: float) -> None:
     if not 0 < scale <= 1:
         raise ConfigError(f"scale={scale} must lie in (0, 1]")
-
-
-def _is_number(value: object) -> bool:
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return plain and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _is_count(value: object) -> bool:

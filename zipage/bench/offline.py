@@ -44,6 +44,7 @@ class RunResult:
     Attributes:
         mode: ``zipage`` or ``full`` (full KV in the same pool).
         wall_seconds: from the first submission to the last token.
+        prefill_tokens: prompt tokens computed, and recomputed ones after a preemption.
         tokens_per_second: generated tokens over `wall_seconds`.
         mean_running: requests computed per step, on average.
         compression_share: time spent in compressions over `wall_seconds`; beside decoding, not
@@ -56,7 +57,7 @@ class RunResult:
 
     mode: str
     wall_seconds: float
-    prompt_tokens: int
+    prefill_tokens: int
     generated_tokens: int
     tokens_per_second: float
     steps: int
@@ -163,12 +164,12 @@ class _Run:
     """Submits a workload, steps the engine to its end and takes the measurements."""
 
     def __init__(
-        self, llm: LLM, mode: str, salt: str, bandwidth: float, watch: Watcher | None
+        self, llm: LLM, mode: str, cache_salt: str, bandwidth: float, watch: Watcher | None
     ) -> None:
         self.engine = llm.engine
         self.core = llm.engine.core
         self.mode = mode
-        self.salt = salt
+        self.cache_salt = cache_salt
         self.bandwidth = bandwidth
         self.watch = watch
         self.device = self.core.runner.device
@@ -209,7 +210,7 @@ class _Run:
             max_tokens=request.output_len,
             compression="off" if self.mode == "full" else None,
         )
-        return self.engine.add_request(request.prompt_token_ids, params, salt=self.salt)
+        return self.engine.add_request(request.prompt_token_ids, params, cache_salt=self.cache_salt)
 
     def _step_to_the_end(self, left: set[str], started: float) -> None:
         total, steps, last = len(left), self.core.stats().steps, started
@@ -250,7 +251,7 @@ class _Run:
         return RunResult(
             mode=self.mode,
             wall_seconds=wall,
-            prompt_tokens=after.prefill_tokens - before.prefill_tokens,
+            prefill_tokens=after.prefill_tokens - before.prefill_tokens,
             generated_tokens=generated,
             tokens_per_second=generated / wall,
             steps=steps,

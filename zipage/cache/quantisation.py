@@ -20,7 +20,8 @@ KV_DTYPES: dict[str, torch.dtype | None] = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 
-FP8_MAX = 448.0
+#: The largest number of e4m3, 448.
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 #: What is larger than the largest seen number by this factor is still represented. RoPE makes an
 #: element of a key larger by sqrt(2) at most, so that other positions of the same tokens fit.
 _MARGIN = 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,7 @@ from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
+from zipage.cli.writing import check_writable, write_json
 
 if TYPE_CHECKING:
     from zipage.bench.offline import RunResult
@@ -76,10 +76,11 @@ def offline(
     weights once per step and the live KV cache, at the speed of a copy measured in the same run.
     Progress goes to stderr, as a line every ten seconds where that is no terminal.
     """
+    check_writable("json", json_file)
     options = dict(engine)
     with contextlib.ExitStack() as stack:
         with die_on_interrupt():
-            from zipage.bench.offline import describe_setting, run_offline
+            from zipage.bench.offline import describe_setting, run_offline, speed_ratio
             from zipage.llm import LLM
 
             llm = stack.enter_context(LLM(options.pop("model"), **options))
@@ -98,8 +99,14 @@ def offline(
         machine = describe_setting(llm)
     about = _about(workload, requests, scale)
     _print(about, machine, results)
-    if json_file is not None:
-        _write_json(json_file, engine, about, machine, results)
+    record = {
+        "workload": about,
+        "engine": engine,
+        "machine": machine,
+        "runs": [result.as_dict() for result in results],
+        "speed_ratio": speed_ratio(results),
+    }
+    write_json(json_file, record)
 
 
 def _about(name: str, requests: list[BenchRequest], scale: float) -> dict[str, Any]:
@@ -111,28 +118,6 @@ def _about(name: str, requests: list[BenchRequest], scale: float) -> dict[str, A
         "output_tokens": sum(r.output_len for r in requests),
         "longest": max(len(r.prompt_token_ids) + r.output_len for r in requests),
     }
-
-
-def _write_json(
-    path: Path,
-    engine: dict[str, Any],
-    about: dict[str, Any],
-    machine: dict[str, Any],
-    results: list[RunResult],
-) -> None:
-    from zipage.bench.offline import speed_ratio
-
-    record = {
-        "workload": about,
-        "engine": engine,
-        "machine": machine,
-        "runs": [result.as_dict() for result in results],
-        "speed_ratio": speed_ratio(results),
-    }
-    try:
-        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{path} can't be written: {error}", param_hint="--json") from None
 
 
 def _print(about: dict[str, Any], machine: dict[str, Any], results: list[RunResult]) -> None:

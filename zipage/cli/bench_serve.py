@@ -17,6 +17,7 @@ import typer
 
 from zipage.bench.workloads import PRESETS
 from zipage.cli.serving_report import print_report
+from zipage.cli.writing import check_writable, write_json
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def serve(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=timeout,
     )
+    check_writable("json", json_file)
     run, where = asyncio.run(_run(where, requests, concurrency, warm))
     summary = summarize(run, objectives)
     setting = {
@@ -228,11 +230,7 @@ def serve(
     }
     report = {"serving": setting, "summary": summary, "requests": records(run)}
     print_report(setting, summary)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"json={str(json_file)!r} can't be written: {error}") from None
+    write_json(json_file, report)
     if plot is not None:
         from zipage.bench.plots import plot_serving
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
+from zipage.cli.writing import check_writable, write_json
 
 #: Engine options of the demo; the memory and the policy are what it is about.
 _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_compression")
@@ -20,7 +20,7 @@ _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_co
 @with_options("engine", engine_options(only=_ENGINE))
 def demo(
     *,
-    problems: Annotated[int, typer.Option(help="Number of problems.")] = 32,
+    count: Annotated[int, typer.Option(help="Number of problems.")] = 32,
     families: Annotated[
         str,
         typer.Option(
@@ -54,6 +54,7 @@ def demo(
     the KV pool can hold in full. Shows both runs live, or as a line every few seconds when the
     output is not a terminal, then a table. Exit code 1 if a request failed.
     """
+    check_writable("json", json_file)
     console = Console()
     with console.status("loading the model"):
         import torch
@@ -73,7 +74,7 @@ def demo(
         if threads is not None:
             torch.set_num_threads(threads)
         chosen = generate_problems(
-            problems,
+            count,
             seed,
             min_tokens=min_tokens,
             max_tokens=max_tokens,
@@ -100,27 +101,26 @@ def demo(
     full, zipage = results
     console.print(result_table(full, zipage))
     console.print(verdict(full, zipage), highlight=False, soft_wrap=True)
-    if json_file is not None:
-        record = {
-            "settings": {
-                "problems": problems,
-                "families": families,
-                "min_tokens": min_tokens,
-                "max_tokens": max_tokens,
-                "seed": seed,
-                "kv_budget": kv_budget,
-                "block_size": block_size,
-                "pool_tokens": pool_tokens,
-                **engine,
-            },
-            "machine": describe_machine(engine["device"]),
-            "full": full.to_dict(),
-            "zipage": zipage.to_dict(),
-            "speedup": round(full.wall_seconds / zipage.wall_seconds, 3),
-            "accuracy_difference_points": round(zipage.accuracy - full.accuracy, 2),
-            "same_answers": same_answers(full, zipage),
-        }
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = {
+        "settings": {
+            "count": count,
+            "families": families,
+            "min_tokens": min_tokens,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "kv_budget": kv_budget,
+            "block_size": block_size,
+            "pool_tokens": pool_tokens,
+            **engine,
+        },
+        "machine": describe_machine(engine["device"]),
+        "full": full.to_dict(),
+        "zipage": zipage.to_dict(),
+        "speedup": round(full.wall_seconds / zipage.wall_seconds, 3),
+        "accuracy_difference_points": round(zipage.accuracy - full.accuracy, 2),
+        "same_answers": same_answers(full, zipage),
+    }
+    write_json(json_file, record)
     failed = full.failed + zipage.failed
     if failed:
         console.print(f"[red]{failed} requests failed")

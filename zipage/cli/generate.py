@@ -115,7 +115,7 @@ def generate(
     if not records:
         raise typer.BadParameter("there is no prompt in the input")
     given = {name: value for name, value in sampling.items() if value is not None}
-    SamplingParams.from_dict(given)  # Mistakes are told before the model is loaded.
+    SamplingParams.from_dict(given)  # Mistakes are reported before the model is loaded.
     options = dict(engine)
     with contextlib.ExitStack() as stack:
         with die_on_interrupt():
@@ -210,7 +210,7 @@ def _open_output(path: Path | None) -> Iterator[TextIO]:
 def _traced(llm: LLM, path: Path) -> Iterator[None]:
     """Trace what runs inside, and write it however that ends."""
     try:
-        path.touch()  # A path that can't be written is told before the work is done.
+        path.touch()  # A path that can't be written is reported before the work is done.
     except OSError as error:
         message = f"the trace can't be written: {error}"
         raise typer.BadParameter(message, param_hint="--trace") from None

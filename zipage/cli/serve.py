@@ -121,7 +121,7 @@ def serve(
             # As a compose file leaves it whose variable is not set: not meant to open the server.
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
         settings = ServerSettings(**server)
-        # Mistakes are told before anything is loaded.
+        # Mistakes are reported before anything is loaded.
         EngineConfig.from_options({"model": model, **engine})
         try:
             from zipage.server.run import check_listening, run_server

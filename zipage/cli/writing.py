@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
 
 import typer
+
+from zipage.errors import ConfigError
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Find out before the work whether its results can be written; makes the file.
+
+    Args:
+        option: the option that names the file.
+        path: the file, or None.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{option}={str(path)!r} can't be written: {error}") from None
+
+
+def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Write results as JSON, if somebody wants them; see `writing`."""
+    if path is not None:
+        with writing(str(path)):
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

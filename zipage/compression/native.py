@@ -48,8 +48,12 @@ def _block_array(blocks: tuple[int, ...]) -> ctypes.Array[c_int32]:
 class NativeKernels:
     """Scoring and compaction over one fp32 CPU cache; results equal the torch reference.
 
-    Calls release the GIL and share no scratch, so they may run on a worker thread. The number of
-    threads is ``self._threads`` of the calling thread; results do not depend on it.
+    Calls release the GIL and share no scratch, so they may run on a worker thread.
+
+    Args:
+        cache: the KV pool, with query slots.
+        num_threads: threads of a call; None for torch's number in the calling thread. Results do
+            not depend on it.
 
     Raises:
         NativeUnavailable: the kernels cannot be built on this machine.

@@ -37,7 +37,7 @@ def count_keepers(
         positions: ``[L, H, keep]`` text positions, see `kept_positions`.
         job: the compression.
         seconds: what it took.
-        by_layer: whether each layer's counts are told, too.
+        by_layer: whether each layer's counts are reported, too.
     """
     layers, heads, keep = positions.shape
     flat = positions.reshape(layers, heads * keep).numpy().astype(np.int64)

@@ -17,8 +17,8 @@ Reduction = Literal["max", "mean"]
 # Largest intermediate tensor, in elements; work is cut along layers, heads or columns to stay
 # below it.
 _CHUNK_ELEMENTS = 1 << 25
-# Norms below this count as this, so that zero keys give similarity 0 instead of NaN.
-_NORM_EPS = 1e-12
+#: Norms below this count as this, so that zero keys give similarity 0 instead of NaN.
+NORM_EPS = 1e-12
 
 
 def _reduce(x: torch.Tensor, dim: int, how: Reduction) -> torch.Tensor:
@@ -89,7 +89,7 @@ def redundancy(
     Returns:
         ``[L, H, T]`` fp32, sums to 1 over T.
     """
-    unit = F.normalize(keys.float(), dim=-1, eps=_NORM_EPS)
+    unit = F.normalize(keys.float(), dim=-1, eps=NORM_EPS)
     means = (
         _block_means(unit, positions, block_size, threshold)
         if local

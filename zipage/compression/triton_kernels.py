@@ -10,7 +10,7 @@ import torch
 from zipage.cache.kv_cache import KVCache
 from zipage.compression.compactor import block_indices
 from zipage.compression.job import CompressionJob
-from zipage.compression.scores import _NORM_EPS, Reduction
+from zipage.compression.scores import NORM_EPS, Reduction
 from zipage.kernels.triton import compaction, redundancy, window_attention
 from zipage.kernels.triton.launch import UNFUSED, shared_memory
 
@@ -189,7 +189,7 @@ class TritonKernels:
                 values,
                 *scalars,
                 threshold,
-                NORM_EPS=_NORM_EPS,
+                NORM_EPS=NORM_EPS,
                 QUANTISED=cache.spec.is_quantised,
                 COLUMNS=columns,
                 ROWS=rows,

@@ -14,6 +14,7 @@ from zipage.engine.stats import EngineStats
 from zipage.errors import ConfigError
 from zipage.evals.problems import Problem, count_tokens
 from zipage.evals.runner import Answer
+from zipage.execution.memory import pool_bytes
 from zipage.llm import LLM
 from zipage.sampling_params import SamplingParams
 
@@ -251,12 +252,7 @@ def run_side(
                 )
             )
         wall = time.perf_counter() - started
-        spec = engine.core.runner.cache.spec
-        token_bytes = spec.bytes_per_token + spec.score_bytes_per_token
-        kv_bytes = (
-            spec.num_blocks * spec.block_size * token_bytes
-            + spec.num_query_slots * spec.query_slot_bytes
-        )
+        kv_bytes = pool_bytes(engine.core.runner.cache.spec)
         ordered = tuple(answers[request_id] for request_id in by_id)
         return SideResult(side.name, wall, kv_bytes, engine.stats(), ordered)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zipage.config import EngineConfig
-from zipage.engine.client import EngineClient, OutputStream, StepListeners, wake
+from zipage.engine.client import AsyncOutputStream, EngineClient, StepListeners, wake
 from zipage.engine.engine import LLMEngine, Prompt
 from zipage.engine.stats import EngineStats
 from zipage.errors import EngineDeadError, ModelError, RequestError
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Longest wait for a step that runs when an `AsyncLLM` is dropped or the program ends.
 _JOIN_SECONDS = 10.0
-
 
 #: Unread outputs kept for a slow reader.
 _UNREAD = 64
@@ -72,21 +71,21 @@ class AsyncLLM(EngineClient):
         params: SamplingParams,
         name: str,
         priority: int,
-        salt: str,
-        stream: OutputStream,
+        cache_salt: str,
+        stream: AsyncOutputStream,
         final_only: bool,
     ) -> Callable[[], None]:
         loop = self._loop
         accepted = False
         if getattr(params, "structured_outputs", None) is not None:
-            # On a thread of its own: the engine's goes on. What is refused is told by `submit`.
+            # On a thread of its own: the engine's goes on. What is refused is reported by `submit`.
             with contextlib.suppress(RequestError, ModelError):
                 await asyncio.to_thread(loop.engine.inputs.prepare, params)
 
         def submit() -> None:
             try:
                 loop.engine.add_request(
-                    prompt, params, name, priority, stream=not final_only, salt=salt
+                    prompt, params, name, priority, stream=not final_only, cache_salt=cache_salt
                 )
             except Exception as error:
                 stream.fail(error)
@@ -109,7 +108,6 @@ class AsyncLLM(EngineClient):
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iteration ends with finish reason ``abort``."""
-
         loop = self._loop
 
         def command() -> None:
@@ -182,7 +180,7 @@ class _EngineLoop:
         self.engine = engine
         self._step_listeners = step_listeners
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.listeners: dict[str, OutputStream] = {}
+        self.listeners: dict[str, AsyncOutputStream] = {}
         self.stats = engine.stats()
         self.num_queued = 0
         self.error: BaseException | None = None

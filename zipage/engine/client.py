@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from zipage.config import EngineConfig
+from zipage.config import EngineConfig, is_real
 from zipage.engine.input_processor import Prompt
 from zipage.engine.stats import EngineStats
 from zipage.errors import (
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _POLL = 0.05
 
 
-class OutputStream:
+class AsyncOutputStream:
     """Outputs of one request on their way to the coroutine that reads them.
 
     Outputs say all that was generated so far, so that the oldest unread one can be dropped when
@@ -48,7 +48,7 @@ class OutputStream:
         live: the streams whose request has not ended, of which this is one until it ends.
     """
 
-    def __init__(self, capacity: int, answers: int, live: set[OutputStream]) -> None:
+    def __init__(self, capacity: int, answers: int, live: set[AsyncOutputStream]) -> None:
         self.answers = answers
         self._loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
@@ -88,13 +88,9 @@ class OutputStream:
             await self._ready.wait()
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def wake(streams: Iterable[OutputStream]) -> None:
+def wake(streams: Iterable[AsyncOutputStream]) -> None:
     """Tell the readers of streams that something is there. For any thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[OutputStream]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[AsyncOutputStream]] = {}
     for stream in streams:
         by_loop.setdefault(stream._loop, []).append(stream)
     for loop, some in by_loop.items():
@@ -103,7 +99,7 @@ def wake(streams: Iterable[OutputStream]) -> None:
             loop.call_soon_threadsafe(_set_ready, some)
 
 
-def _set_ready(streams: list[OutputStream]) -> None:
+def _set_ready(streams: list[AsyncOutputStream]) -> None:
     for stream in streams:
         stream._ready.set()
 
@@ -165,7 +161,7 @@ class EngineClient(ABC):
         self._pid = os.getpid()
         self._max_queued = most
         self._unread = unread
-        self._live: set[OutputStream] = set()
+        self._live: set[AsyncOutputStream] = set()
         self._draining = False
         self.queue_refusals = 0
         self._listeners = StepListeners()
@@ -184,7 +180,7 @@ class EngineClient(ABC):
         request_id: str | None = None,
         *,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
         timeout: float | None = None,
         final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
@@ -198,7 +194,7 @@ class EngineClient(ABC):
             sampling_params: how to sample; None for greedy up to the model's length.
             request_id: unique among live requests; made up if None.
             priority: lower runs earlier.
-            salt: requests share prefix-cache blocks only with requests of equal salt.
+            cache_salt: requests share prefix-cache blocks only with requests of equal salt.
             timeout: seconds after which the request is aborted; None for no limit.
             final_only: yield only the last output, which costs less than all of them.
 
@@ -216,12 +212,12 @@ class EngineClient(ABC):
         params = sampling_params or SamplingParams(temperature=0.0)
         name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         answers = params.n if isinstance(params, SamplingParams) else 1
-        if timeout is not None and not (_is_real(timeout) and timeout > 0):
+        if timeout is not None and not (is_real(timeout) and timeout > 0):
             raise RequestError(f"timeout={shown(timeout)} must be a positive number of seconds")
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no new requests")
         self._check_queue(answers)
-        stream = OutputStream(self._unread, answers, self._live)
+        stream = AsyncOutputStream(self._unread, answers, self._live)
         withdraw: Callable[[], None] | None = None
         expiry: asyncio.TimerHandle | None = None
 
@@ -235,7 +231,9 @@ class EngineClient(ABC):
         try:
             if timeout is not None:
                 expiry = asyncio.get_running_loop().call_later(timeout, expire)
-            withdraw = await self._submit(prompt, params, name, priority, salt, stream, final_only)
+            withdraw = await self._submit(
+                prompt, params, name, priority, cache_salt, stream, final_only
+            )
             while not finished:
                 output = await stream.get()
                 finished = output.finished
@@ -332,8 +330,8 @@ class EngineClient(ABC):
         params: SamplingParams,
         name: str,
         priority: int,
-        salt: str,
-        stream: OutputStream,
+        cache_salt: str,
+        stream: AsyncOutputStream,
         final_only: bool,
     ) -> Callable[[], None]:
         """Queue a request whose outputs go to `stream`; returns what withdraws it, if it runs."""

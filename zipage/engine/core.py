@@ -128,7 +128,7 @@ class EngineCore:
             window=self.config.resolved_window,
             priority=request.priority,
             bounded_prefill=self.config.bounded_prefill,
-            salt=request.salt.encode(),
+            salt=request.cache_salt.encode(),
             # One answer reads the prompt's logits for all of them.
             next_prompt_logits=0 if reads_prompt else None,
             report_kept=params.return_kv_stats or self.recorder is not None,

@@ -43,7 +43,7 @@ class EngineRequest:
         max_tokens: most tokens to generate, resolved against the model's length.
         max_blocks: N_max, most blocks owned once compressed; None for full KV.
         priority: lower runs earlier.
-        salt: requests share prefix-cache blocks only with requests of equal salt.
+        cache_salt: requests share prefix-cache blocks only with requests of equal salt.
         stream: whether updates with tokens bring the metrics so far.
         arrival_time: of `time.perf_counter`, whose clock all processes of a Linux machine share.
     """
@@ -55,7 +55,7 @@ class EngineRequest:
     max_tokens: int
     max_blocks: int | None = None
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
     stream: bool = False
     arrival_time: float = field(default_factory=time.perf_counter)
 

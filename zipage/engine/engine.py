@@ -70,7 +70,7 @@ class LLMEngine:
         request_id: str | None = None,
         priority: int = 0,
         stream: bool = False,
-        salt: str = "",
+        cache_salt: str = "",
     ) -> str:
         """Validate and queue a request; returns its id.
 
@@ -80,7 +80,7 @@ class LLMEngine:
             request_id: unique among live requests; made up if None.
             priority: lower runs earlier.
             stream: whether `step` reports every token, not only the end.
-            salt: requests share prefix-cache blocks only with requests of equal salt.
+            cache_salt: requests share prefix-cache blocks only with requests of equal salt.
 
         Raises:
             RequestError: something is wrong with the request; nothing was queued.
@@ -88,7 +88,7 @@ class LLMEngine:
         """
         self._check_alive()
         request, text = self.inputs.process(
-            prompt, params, request_id, priority, salt, stream, self.live_requests
+            prompt, params, request_id, priority, cache_salt, stream, self.live_requests
         )
         try:
             self.outputs.add(request, text)

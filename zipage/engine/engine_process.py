@@ -237,7 +237,7 @@ class EngineProcess:
 
 
 def error_of(kind: str, message: str) -> Exception:
-    """The exception an engine process told of: Zipage's own classes, RuntimeError for others."""
+    """The exception an engine process reported: Zipage's own classes, RuntimeError for others."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, errors.ZipageError):
         return found(message)

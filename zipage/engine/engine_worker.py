@@ -109,7 +109,7 @@ class EngineWorker:
         """Compile what the answer must look like here, not between two steps."""
         form = request.params.structured_outputs
         if form is not None:
-            with contextlib.suppress(ZipageError):  # told by `_submit`
+            with contextlib.suppress(ZipageError):  # reported by `_submit`
                 self._core.grammars.compile(form)
 
     def _carry_out(self) -> bool:

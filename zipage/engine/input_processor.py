@@ -76,7 +76,7 @@ class InputProcessor:
         params: SamplingParams,
         request_id: str | None,
         priority: int = 0,
-        salt: str = "",
+        cache_salt: str = "",
         stream: bool = False,
         live: Container[str] = (),
     ) -> tuple[EngineRequest, str | None]:
@@ -87,7 +87,7 @@ class InputProcessor:
             params: how to sample, `kv_budget` and `compression` included.
             request_id: of the request; one that is not in `live` is made up for None.
             priority: lower runs earlier.
-            salt: requests share prefix-cache blocks only with requests of equal salt.
+            cache_salt: requests share prefix-cache blocks only with requests of equal salt.
             stream: whether its outputs are read while it runs.
             live: ids in use.
 
@@ -104,7 +104,7 @@ class InputProcessor:
             name = request_id
             if name is None:
                 name = next(made for i in self._ids if (made := f"request-{i}") not in live)
-            return self._check(token_ids, params, name, priority, salt, stream), text
+            return self._check(token_ids, params, name, priority, cache_salt, stream), text
         except RequestError as error:
             self._accounts.refused(request_id, str(error))
             raise
@@ -120,11 +120,11 @@ class InputProcessor:
         params: SamplingParams,
         request_id: str,
         priority: int,
-        salt: str,
+        cache_salt: str,
         stream: bool,
     ) -> EngineRequest:
-        if not isinstance(salt, str) or not _is_unicode(salt):
-            raise RequestError(f"salt={shown(salt)} must be a string of valid Unicode")
+        if not isinstance(cache_salt, str) or not _is_unicode(cache_salt):
+            raise RequestError(f"cache_salt={shown(cache_salt)} must be a string of valid Unicode")
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={shown(request_id)} must be a string or None")
         if not _is_unicode(request_id):
@@ -153,7 +153,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             max_blocks=max_blocks,
             priority=int(priority),
-            salt=salt,
+            cache_salt=cache_salt,
             stream=stream,
         )
 

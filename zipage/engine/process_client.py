@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from zipage.config import EngineConfig
+from zipage.config import EngineConfig, is_real
 from zipage.engine.accounts import RequestAccounts
-from zipage.engine.client import EngineClient, OutputStream, StepListeners, wake
+from zipage.engine.client import AsyncOutputStream, EngineClient, StepListeners, wake
 from zipage.engine.core_io import EngineRequest
 from zipage.engine.engine_process import DiedWhileStarting, EngineProcess, error_of
 from zipage.engine.input_processor import InputProcessor, Prompt
@@ -88,7 +88,7 @@ class EngineProcessClient(EngineClient):
             ("heartbeat_timeout", heartbeat_timeout),
             ("step_timeout", step_timeout),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            if not (is_real(value) and value > 0):
                 raise ConfigError(f"{name}={shown(value)} must be a positive number of seconds")
         self._front = _Front(
             config,
@@ -107,8 +107,8 @@ class EngineProcessClient(EngineClient):
         params: SamplingParams,
         name: str,
         priority: int,
-        salt: str,
-        stream: OutputStream,
+        cache_salt: str,
+        stream: AsyncOutputStream,
         final_only: bool,
     ) -> Callable[[], None]:
         front = self._front
@@ -116,10 +116,10 @@ class EngineProcessClient(EngineClient):
         make = front.inputs.process
         if _is_long(prompt) or getattr(params, "structured_outputs", None) is not None:
             request, text = await asyncio.to_thread(
-                make, prompt, params, name, priority, salt, stream=not final_only
+                make, prompt, params, name, priority, cache_salt, stream=not final_only
             )
         else:
-            request, text = make(prompt, params, name, priority, salt, stream=not final_only)
+            request, text = make(prompt, params, name, priority, cache_salt, stream=not final_only)
         front.submit(request, text, stream)
         return lambda: front.withdraw(name, stream)
 
@@ -207,7 +207,7 @@ class _Front:
         self._timeouts = (start_timeout, heartbeat_timeout, step_timeout)
         #: Held for whatever touches requests; steps come in on another thread than requests.
         self._lock = threading.RLock()
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, AsyncOutputStream] = {}
         #: Submissions without a reply, by the sequence id of the first answer.
         self._unanswered: dict[str, EngineRequest] = {}
         #: Answers that ended here, for the engine to end them too.
@@ -261,7 +261,7 @@ class _Front:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: EngineRequest, text: str | None, stream: OutputStream) -> None:
+    def submit(self, request: EngineRequest, text: str | None, stream: AsyncOutputStream) -> None:
         """Queue a request."""
         sent = request
         if request.params.stop:
@@ -282,7 +282,7 @@ class _Front:
             self._streams[request.request_id] = stream
             self._unanswered[request.sequence_ids[0]] = request
 
-    def withdraw(self, request_id: str, stream: OutputStream) -> None:
+    def withdraw(self, request_id: str, stream: AsyncOutputStream) -> None:
         """End a request whose reader has gone."""
         with self._lock:
             if self._streams.get(request_id) is stream:

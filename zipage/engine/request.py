@@ -44,9 +44,17 @@ class Request:
         report_kept: whether its compressions report the text positions they kept.
         external_id: what the submitter calls the request it belongs to, for logs.
         payload: whatever the layer above attaches; the scheduler does not look at it.
+        arrival_index: how many requests were submitted before it.
         token_ids: prompt and generated tokens; the last one may be `PENDING_TOKEN`.
         num_computed: text tokens whose keys and values were written (some may be evicted since).
         length: valid cache slots; equal to `num_computed` until the first compression.
+        block_ids: its block table.
+        block_hashes: prefix hashes of its first full blocks, as far as they were needed.
+        table_version: raised whenever `block_ids` changes other than by appending.
+        row: its row in the runner's block tables; -1 while it is not running.
+        query_slot: where its window's queries are stored; None without a lease.
+        num_scored: first cached tokens that have a stored score.
+        aborted: it ends as soon as its compression has.
     """
 
     request_id: str
@@ -63,14 +71,13 @@ class Request:
     external_id: str | None = None
     payload: Any = None
 
-    sequence: int = 0
+    arrival_index: int = 0
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     length: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    #: Raised whenever `block_ids` changes other than by appending.
     table_version: int = 0
     row: int = -1
     query_slot: int | None = None
@@ -110,7 +117,7 @@ class Request:
     @property
     def order(self) -> tuple[int, int]:
         """Sorts requests: smaller runs first and is preempted last."""
-        return (self.priority, self.sequence)
+        return (self.priority, self.arrival_index)
 
     @property
     def num_output_tokens(self) -> int:

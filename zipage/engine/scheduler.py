@@ -110,7 +110,7 @@ class Scheduler:
         self.on_swap_dropped: Callable[[Request], None] = lambda request: None
         self._free_slots = list(range(config.num_query_slots - 1, -1, -1))
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._sequence = itertools.count()
+        self._arrivals = itertools.count()
         self._swapped: dict[str, tuple[int, bool]] = {}
         self._pending_swap_outs: list[SwapMove] = []
         self._blocked = False
@@ -134,7 +134,7 @@ class Scheduler:
             raise RequestError(self._never_fits(request, needed))
         if request.trigger is not None and not self.config.num_query_slots:
             raise RequestError("a request with a kv_budget needs at least one query slot")
-        request.sequence = next(self._sequence)
+        request.arrival_index = next(self._arrivals)
         self.requests[request.request_id] = request
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 

@@ -14,7 +14,7 @@ class SequenceState:
 
     Attributes:
         params: the request's sampling parameters.
-        sampling: random generator and penalty state.
+        sampling: what the choice of its next token depends on.
         stream: whether updates with tokens bring the metrics so far.
         output_token_ids: tokens generated so far.
     """

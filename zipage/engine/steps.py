@@ -348,7 +348,7 @@ class StepRunner:
             if not params.ignore_eos and token in self._runner.model_config.eos_token_ids:
                 update.finish_reason = "stop"
                 return
-            if params.stop_token_ids and token in params.stop_token_ids:
+            if token in params.stop_token_id_set:
                 update.finish_reason, update.stop_reason = "stop", token
                 return
         if form is not None and form.complete:

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from zipage.attention.backend import QKVTransform, StepInputs
-from zipage.attention.torch_backend import TorchBackend, _StepPlan
+from zipage.attention.backend import QKVTransform, StepInputs, padded_rows
+from zipage.attention.torch_backend import StepIndices, TorchBackend
 from zipage.cache.kv_cache import KVCache, KVCacheSpec
 from zipage.cache.quantisation import scales_for
 from zipage.errors import ModelError
@@ -76,7 +76,7 @@ class _Recorder(TorchBackend):
         self._layer = layer
         return super().attend(0, qkv, transform, step)
 
-    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: _StepPlan) -> None:
+    def _write(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: StepIndices) -> None:
         self.largest[self._layer] = kv[: plan.step.num_tokens].abs().amax(dim=(0, 3)).float()
         super()._write(layer, q, kv, plan)
 
@@ -100,7 +100,7 @@ def calibrate(
     started = time.perf_counter()
     count, device = len(token_ids), spec.device
     recorder = _Recorder(spec, count, model.scale)
-    rows = -(-count // 4) * 4  # as of every step
+    rows = padded_rows(count)
     slots = torch.arange(rows, device=device)
     ids = torch.zeros(rows, dtype=torch.int64)
     ids[:count] = torch.tensor(token_ids)

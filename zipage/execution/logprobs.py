@@ -40,13 +40,13 @@ class PromptRows:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """What one step told about one prompt.
+    """What one step reported about one prompt.
 
     Attributes:
         next_position: the first prompt position whose row has not been read.
         entries: token id to `Logprob` for each token predicted by the rows read: the prompt's
             own token first, then the most likely ones.
-        fault: why they cannot be told; None if they can.
+        fault: why they cannot be reported; None if they can.
     """
 
     next_position: int

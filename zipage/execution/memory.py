@@ -209,7 +209,7 @@ def weights_do_not_fit(
 
 
 def pool_bytes(spec: KVCacheSpec) -> int:
-    """Bytes of a pool with its query slots."""
+    """Bytes of a pool with its score store and query slots, as `kv_cache_memory` counts them."""
     return spec.num_blocks * block_bytes(spec) + spec.num_query_slots * spec.query_slot_bytes
 
 

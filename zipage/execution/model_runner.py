@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from zipage.attention.backend import StepInputs, make_backend
+from zipage.attention.backend import StepInputs, make_backend, padded_rows
 from zipage.compression.compressor import CompressionOptions, Compressor
 from zipage.compression.job import CompressionJob
 from zipage.compression.kernels import KernelChoice
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from zipage.models.transformers_model import TransformersModel
 
 logger = logging.getLogger(__name__)
-
-#: Rows of a step are padded to a multiple of this; fp32 products of a row on the CPU then do not
-#: depend on how many other rows there are.
-ROW_PADDING = 4
 
 _NO_WINDOW = 1 << 60
 
@@ -431,7 +427,7 @@ class ModelRunner:
                 columns[:, i] = (n, start, r.length, r.row, r.trigger - w, slot * w)
         counts, starts, lengths, rows, window_starts, captures = columns
         total = len(token_ids)
-        padded = -(-total // ROW_PADDING) * ROW_PADDING
+        padded = padded_rows(total)
         query_start = np.zeros(count + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         cache_lens = (lengths + counts).astype(np.int32)

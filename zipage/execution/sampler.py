@@ -105,7 +105,7 @@ class SamplerOutput:
         logprobs: one a row, None where none were asked for: the sampled token first, then the
             most likely ones.
         errors: row to why nothing could be chosen.
-        prompt_logprobs: request id to what the step told about its prompt; added by the runner.
+        prompt_logprobs: request id to what the step reported about its prompt; added by the runner.
     """
 
     token_ids: list[int]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zipage.errors import ModelError
+from zipage.errors import ModelError, shown
 
 DTYPES = {
     "float32": torch.float32,
@@ -124,8 +124,7 @@ def refuse_quantised(raw: Mapping[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, cut if it is long; repr refuses integers of thousands of digits."""
+    """A value for a message; of an integer without end, which repr refuses, its size."""
     if isinstance(value, int) and abs(value) >= 10**100:
         return f"an integer of {value.bit_length()} bits"
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return shown(value)

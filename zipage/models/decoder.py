@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
+from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, padded_rows
 from zipage.errors import ConfigError
 from zipage.models.config import ModelConfig
 from zipage.models.fp8 import (
@@ -454,9 +454,9 @@ class Decoder(WeightHolder):
         if self._invariant_head is not None:
             return self._invariant_head(hidden, self.head_weight, out=out)
         rows = hidden.shape[0]
-        if out is not None and rows % 4 == 0:
+        if out is not None and rows == padded_rows(rows):
             return torch.mm(hidden, self.head_weight.t(), out=out)
-        padding = -rows % 4 if rows else 4
+        padding = padded_rows(max(rows, 1)) - rows
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
         logits = F.linear(hidden, self.head_weight)[:rows]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zipage.models.decoder import Decoder
 
 FP8 = torch.float8_e4m3fn
-#: The largest number of e4m3.
-FP8_MAX = 448.0
+#: The largest number of e4m3, 448.
+FP8_MAX = torch.finfo(FP8).max
 #: Both sides of a weight must be multiples of this, as `torch._scaled_mm` asks.
 FP8_ALIGNMENT = 16
 # Most weights quantised at once: 64 MiB in fp32.

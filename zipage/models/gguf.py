@@ -305,7 +305,7 @@ class GGUFFile:
 class GGUFCheckpoint(Checkpoint):
     """The weights of a GGUF file under the names of a Hugging Face checkpoint.
 
-    Tensors with no such name keep their own, to be told as surplus.
+    Tensors with no such name keep their own, to be reported as surplus.
     """
 
     def __init__(self, file: GGUFFile) -> None:

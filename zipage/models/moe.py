@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from zipage.attention.backend import padded_rows
 from zipage.models.config import MoEConfig
 from zipage.models.modules import WeightHolder, silu_mul
 
@@ -85,8 +86,7 @@ class MixtureOfExperts(WeightHolder):
         return out
 
     def _compute(self, expert: int, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        # Products of a multiple of 4 rows, as everywhere in the decoder.
-        padded = F.pad(rows, (0, -len(rows) % 4))
+        padded = F.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
         hidden = silu_mul(F.linear(x[padded], self.gate_up_weight[expert]))
         return F.linear(hidden, self.down_weight[expert])[: len(rows)]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs
+from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs, padded_rows
 from zipage.errors import ModelError
 from zipage.models.transformers_attention import PAGED, StepContext, bind, probing
 from zipage.models.transformers_config import (
@@ -103,7 +103,7 @@ class TransformersModel(nn.Module):
             ``[R, V]`` fp32.
         """
         rows = hidden.shape[0]
-        padding = -rows % 4 if rows else 4
+        padding = padded_rows(max(rows, 1)) - rows
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
         self._given.hidden = hidden[None]

@@ -276,7 +276,7 @@ class TraceRecorder:
         self._keep(TraceEvent("i", lane.track, name, self._nanoseconds(at), args))
 
     def _count(self, name: str, at: float, **values: int) -> None:
-        # A viewer holds the last value, so that only changes need to be told.
+        # A viewer holds the last value, so that only changes need to be written.
         if self._gauges.get(name) != values:
             self._gauges[name] = values
             event = TraceEvent("C", STEPS, name, self._nanoseconds(at), dict(values))

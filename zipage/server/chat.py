@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from zipage.server.streaming import (
     stream_error,
 )
 from zipage.server.tool_calls import Piece, ToolCallDelta
-from zipage.server.usage import kv_stats, usage
+from zipage.server.usage import StreamedUsage, kv_stats, usage
 
 
 async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) -> Response:
@@ -53,7 +54,7 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
 
 
 class _Answer:
-    """How the output of a request is told."""
+    """How the output of a request is reported."""
 
     def __init__(
         self,
@@ -123,9 +124,7 @@ class _Answer:
         self, generation: Generation, log_fields: dict[str, Any]
     ) -> AsyncGenerator[bytes, None]:
         """The answer as a stream; its first event is empty."""
-        options = self._body.stream_options
-        counts = bool(options and options.include_usage)
-        continuous = counts and bool(options and options.continuous_usage_stats)
+        counts = StreamedUsage(self._body.stream_options)
         head = {**self._head, "object": "chat.completion.chunk"}
         output: RequestOutput | None = None
         async with generation:
@@ -140,10 +139,7 @@ class _Answer:
                             continue
                         for choice in self._pieces(delta):
                             chunk: dict[str, Any] = {**head, "choices": [choice]}
-                            if continuous:
-                                chunk["usage"] = self._usage(output)
-                            elif counts:
-                                chunk["usage"] = None
+                            chunk |= counts.fields(functools.partial(self._usage, output))
                             if self._body.return_token_ids and "role" in choice["delta"]:
                                 chunk["prompt_token_ids"] = output.prompt_token_ids
                             events += event(chunk)
@@ -152,12 +148,12 @@ class _Answer:
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return
-        if counts and output is not None:
+        if counts.at_end and output is not None:
             yield event({**head, "choices": [], "usage": self._usage(output)})
         yield DONE
 
     def _pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events that tell a delta."""
+        """The events that report a delta."""
         completion = delta.completion
         parser = self._parsers[completion.index]
         choices = []
@@ -172,7 +168,7 @@ class _Answer:
             piece.tool_calls += rest.tool_calls
         told = self._told(piece)
         extras = self._extras(delta)
-        # A token without text is told where the client asked for more than text.
+        # A token without text is reported where the client asked for more than text.
         if told or completion.finished or extras:
             choice = _chunk(completion.index, told)
             choice |= extras
@@ -193,7 +189,7 @@ class _Answer:
         return told
 
     def _extras(self, delta: Delta) -> dict[str, Any]:
-        """What a choice tells beside its text."""
+        """What a choice reports beside its text."""
         extras: dict[str, Any] = {}
         if delta.logprobs is not None:
             extras["logprobs"] = chat_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from zipage.server.streaming import (
     event,
     stream_error,
 )
-from zipage.server.usage import kv_stats, usage
+from zipage.server.usage import StreamedUsage, kv_stats, usage
 
 #: Most tokens where a request says nothing, as in OpenAI's API.
 _DEFAULT_MAX_TOKENS = 16
@@ -55,7 +56,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
 
 
 class _Answer:
-    """How the outputs of a request are told."""
+    """How the outputs of a request are reported."""
 
     def __init__(
         self,
@@ -91,9 +92,7 @@ class _Answer:
         self, generation: Generation, log_fields: dict[str, Any]
     ) -> AsyncGenerator[bytes, None]:
         """The answer as a stream; its first event is empty."""
-        options = self._body.stream_options
-        counts = bool(options and options.include_usage)
-        continuous = counts and bool(options and options.continuous_usage_stats)
+        counts = StreamedUsage(self._body.stream_options)
         outputs: dict[int, RequestOutput] = {}
         async with generation:
             await generation.ready()
@@ -103,17 +102,14 @@ class _Answer:
                     outputs[position], events = output, b""
                     for choice in self._choices(position, output):
                         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-                        if continuous:
-                            chunk["usage"] = self._usage([output])
-                        elif counts:
-                            chunk["usage"] = None
+                        chunk |= counts.fields(functools.partial(self._usage, [output]))
                         events += event(chunk)
                     if events:  # at once, as each write is a system call
                         yield events
             except Exception as error:
                 yield event(stream_error(error, log_fields).body())
                 return
-        if counts:
+        if counts.at_end:
             yield event({**self._head, "choices": [], "usage": self._usage([*outputs.values()])})
         yield DONE
 

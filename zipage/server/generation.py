@@ -27,7 +27,7 @@ class Job:
         token_ids: the prompt.
         params: how to sample.
         priority: lower runs earlier.
-        salt: of the prefix cache.
+        cache_salt: requests share prefix-cache blocks only with requests of equal salt.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class Job:
     token_ids: list[int]
     params: SamplingParams
     priority: int = 0
-    salt: str = ""
+    cache_salt: str = ""
 
 
 EndOfJob = Callable[[Job, int, RequestOutput | None, BaseException | None], None]
@@ -130,7 +130,7 @@ class Generation:
             job.params,
             job.request_id,
             priority=job.priority,
-            salt=job.salt,
+            cache_salt=job.cache_salt,
             final_only=self._final_only,
         )
         begun = time.time_ns()
@@ -177,7 +177,7 @@ class Delta:
 
     Attributes:
         completion: the whole of it so far.
-        first: whether nothing was told of it before.
+        first: whether nothing was reported of it before.
     """
 
     completion: CompletionOutput
@@ -190,7 +190,7 @@ class Delta:
 
 @dataclass
 class DeltaTracker:
-    """What was told of one completion."""
+    """What was reported of one completion."""
 
     _characters: int = 0
     _tokens: int = 0

@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from zipage.engine.client import EngineClient
 from zipage.engine.stats import EngineStats, FinishedCompletion, StepStats
 
-#: Also for who would rather have OpenMetrics, as Prometheus would: there prometheus_client (0.26,
+#: Also for clients that prefer OpenMetrics, as Prometheus does: there prometheus_client (0.26,
 #: its issue 1177) writes the colons of names as underscores unless UTF-8 names are asked for.
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -129,7 +129,7 @@ class ServerMetrics(Collector):
     """The metrics of one application.
 
     Args:
-        engine: whose statistics are told; `observe` is to be called for its steps.
+        engine: whose statistics are reported; `observe` is to be called for its steps.
         model_name: label of all metrics.
     """
 
@@ -164,7 +164,7 @@ class ServerMetrics(Collector):
         with self._lock:
             self._answers[method if method in _METHODS else "other", path, status] += 1
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ what is reported
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format, `EXPOSITION_TYPE`."""

@@ -24,7 +24,7 @@ _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 #: What is logged as the status of a request whose client went away, as nginx does.
 _CLIENT_CLOSED = 499
 
-
+#: Paths that ask for an API key, and what lies below them.
 _PROTECTED = ("/v1", "/tokenize", "/detokenize", "/dashboard/events")
 
 
@@ -44,7 +44,7 @@ class RequestScope:
 
     Args:
         app: handles requests.
-        answered: told of every request: method, the path as its route has it, status.
+        answered: called for every request: method, the path as its route has it, status.
     """
 
     def __init__(self, app: ASGIApp, answered: Callable[[str, str, int], None]) -> None:

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell how they grow."""
+"""The output items of a response, and the events that report how they grow."""
 
 from __future__ import annotations
 

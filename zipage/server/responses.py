@@ -151,7 +151,7 @@ def _text(content: str | Sequence[InputPart] | None, param: str) -> str:
 
 
 class _Answer:
-    """How the output of a request is told."""
+    """How the output of a request is reported."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class _Answer:
         yield numbered(f"response.{response['status']}", {"response": response})
 
     def _take(self, output: RequestOutput) -> list[tuple[str, dict[str, Any]]]:
-        """Add what is new to the items; returns the events that tell it."""
+        """Add what is new to the items; returns the events that report it."""
         (completion,) = output.outputs
         delta = self._tracker.update(completion)
         if delta is None:

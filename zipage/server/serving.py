@@ -51,7 +51,7 @@ _OPTIONS = (
 
 
 class Answer(Protocol):
-    """How the outputs of a request are told."""
+    """How the outputs of a request are reported."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer that is not streamed, as a JSON object."""
@@ -253,7 +253,7 @@ class Serving:
         Args:
             body: the request.
             max_tokens: most tokens generated; None for as many as there is room for.
-            logprobs: most likely tokens told of at every generated token.
+            logprobs: how many of the most likely tokens are reported at every generated token.
             prompt_logprobs: the same for the prompt's tokens.
             forms: of the answer, by the fields that ask for them, see `structured_output`.
             may_reason: whether reasoning may come before what is structured.
@@ -316,8 +316,8 @@ class Serving:
         """A prompt of a request for the engine."""
         # A client may use its request id twice.
         name = f"{answer_id}-{next(self._serial)}"
-        salt = body.cache_salt or ""
-        return Job(name, text, list(token_ids), params, body.priority or 0, salt)
+        priority, cache_salt = body.priority or 0, body.cache_salt or ""
+        return Job(name, text, list(token_ids), params, priority, cache_salt)
 
     async def deliver(
         self,

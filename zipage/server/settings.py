@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zipage.config import parse_bytes
+from zipage.config import is_real, parse_bytes
 from zipage.errors import ConfigError, shown
 
 REASONING_PARSERS = ("auto", "think", "none")
@@ -126,9 +126,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is None and name == "request_timeout":
                 continue
-            number = not isinstance(value, bool) and isinstance(value, (int, float))
             least = "from 0" if name == "drain_timeout" else "above 0"
-            legal = number and math.isfinite(value) and value >= 0
+            legal = is_real(value) and math.isfinite(value) and value >= 0
             if not legal or (value == 0 and name != "drain_timeout"):
                 raise ConfigError(f"{name}={shown(value)} must be a number of seconds {least}")
         self._check_choice("on_engine_death", ("exit", "restart"))

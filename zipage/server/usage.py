@@ -1,4 +1,4 @@
-"""What answers tell of their cost: tokens, and what their KV caches went through."""
+"""What answers report of their cost: tokens, and what their KV caches went through."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from typing import Any
 
 from zipage.outputs import CompletionOutput, RequestOutput
 from zipage.server.generation import Delta
+from zipage.server.protocol.sampling import StreamOptions
+
+
+class StreamedUsage:
+    """Which events of a stream have token counts, as its `stream_options` ask.
+
+    Attributes:
+        at_end: an event of their own, the last one; the others have a `usage` of null then.
+    """
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self.at_end = bool(options and options.include_usage)
+        self._in_all = self.at_end and bool(options and options.continuous_usage_stats)
+
+    def fields(self, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What an event with text has of them; `count` is called where it has counts."""
+        if not self.at_end:
+            return {}
+        return {"usage": count() if self._in_all else None}
 
 
 def kv_stats(delta: Delta) -> dict[str, Any]:
-    """What the API tells of a choice's KV cache."""
+    """What the API reports of a choice's KV cache."""
     completion = delta.completion
     return {
         "compressions": [record.as_json() for record in delta.compressions],
