@@ -20,6 +20,7 @@ from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
+from zipage.cli.writing import check_writable
 
 if TYPE_CHECKING:
     from zipage.bench.offline import RunResult
@@ -76,6 +77,7 @@ def offline(
     weights once per step and the live KV cache, at the speed of a copy measured in the same run.
     Progress goes to stderr, as a line every ten seconds where that is no terminal.
     """
+    check_writable("--json", json_file)
     options = dict(engine)
     with contextlib.ExitStack() as stack:
         with die_on_interrupt():

@@ -17,6 +17,7 @@ import typer
 
 from zipage.bench.workloads import PRESETS
 from zipage.cli.serving_report import print_report
+from zipage.cli.writing import check_writable
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ def serve(
         from zipage.bench.plots import check_plotting
 
         check_plotting(plot)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
     paths = {"completions": COMPLETIONS, "chat": CHAT}
     if endpoint not in paths:
         raise ConfigError(f"endpoint={endpoint!r}: legal are completions, chat")

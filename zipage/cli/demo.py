@@ -11,6 +11,7 @@ from rich.console import Console
 
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
+from zipage.cli.writing import check_writable, writing
 
 #: Engine options of the demo; the memory and the policy are what it is about.
 _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_compression")
@@ -54,6 +55,7 @@ def demo(
     the KV pool can hold in full. Shows both runs live, or as a line every few seconds when the
     output is not a terminal, then a table. Exit code 1 if a request failed.
     """
+    check_writable("--json", json_file)
     console = Console()
     with console.status("loading the model"):
         import torch
@@ -120,7 +122,8 @@ def demo(
             "accuracy_difference_points": round(zipage.accuracy - full.accuracy, 2),
             "same_answers": same_answers(full, zipage),
         }
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with writing("the results"):
+            json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     failed = full.failed + zipage.failed
     if failed:
         console.print(f"[red]{failed} requests failed")

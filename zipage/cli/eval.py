@@ -14,6 +14,7 @@ from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.tables import print_table
+from zipage.cli.writing import check_writable, writing
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def evaluate(
     from zipage.evals.report import markdown as markdown_report
     from zipage.evals.runner import plan_cells, run_cells
 
+    check_writable("--json", json_file)
+    check_writable("--markdown", markdown)
     console = Console(soft_wrap=True)
     chosen, source = _choose_problems(problems, count, _split(families), min_tokens, seed)
     cells = plan_cells(_split(policies), _budgets(budgets))
@@ -115,16 +118,17 @@ def evaluate(
         long_ids = {p.problem_id for p in chosen if (p.cot_tokens or 0) >= long_tokens}
         if len(long_ids) == len(chosen):
             long_ids = set()
-        markdown.write_text(
-            markdown_report(results, description, long_ids, long_tokens), encoding="utf-8"
-        )
+        text = markdown_report(results, description, long_ids, long_tokens)
+        with writing("the tables"):
+            markdown.write_text(text, encoding="utf-8")
     if json_file is not None:
         record = {
             "problems": source,
             "machine": machine,
             "cells": [result.to_dict() for result in results],
         }
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        with writing("the results"):
+            json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     failed = sum(result.errors for result in results)
     if failed:
         console.print(f"[red]{failed} requests failed")

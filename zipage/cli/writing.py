@@ -5,9 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 import typer
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Tell before the work that its results can't be written. Creates nothing.
+
+    Args:
+        option: that names the file, for the message.
+        path: the file; None if the option is not given.
+
+    Raises:
+        typer.BadParameter: it is a folder, there is no folder for it, or it may not be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        cause = "it is a folder"
+    elif not path.parent.is_dir():
+        cause = f"there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        cause = "that is not permitted"
+    else:
+        return
+    raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
 
 
 @contextlib.contextmanager
