@@ -12,6 +12,7 @@ from rich.console import Console
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.writing import check_writable, writing
+from zipage.errors import ConfigError
 
 #: Engine options of the demo; the memory and the policy are what it is about.
 _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_compression")
@@ -56,6 +57,8 @@ def demo(
     output is not a terminal, then a table. Exit code 1 if a request failed.
     """
     check_writable("--json", json_file)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads} must be at least 1")
     console = Console()
     with console.status("loading the model"):
         import torch
