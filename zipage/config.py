@@ -106,8 +106,8 @@ class EngineConfig:
         attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
         enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
         batch_invariant: a request's logits, text and kept tokens do not depend on what else runs,
-            to the bit; on CUDA with slower products and attention, on the CPU in float32 that is so
-            anyway.
+            to the bit; on CUDA with slower products and attention, on the CPU in float32 with the
+            ``native`` attention backend that is so anyway.
     """
 
     model: str | None = None
@@ -258,8 +258,11 @@ class EngineConfig:
                 )
             make_policy(self.compression, self.policy_options)
             self.check_budget(self.kv_budget)
-        elif self.policy_options:
-            raise ConfigError("policy_options has no meaning with compression='full'")
+        else:
+            if self.policy_options:
+                raise ConfigError("policy_options has no meaning with compression='full'")
+            if self.kv_budget is not None:
+                self._check_int("kv_budget", 1)
 
     def check_budget(self, kv_budget: int | None) -> None:
         """Check an engine's or a request's `kv_budget`.

@@ -307,3 +307,18 @@ def test_log_goes_to_stderr_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("request request-0" in line for line in lines) == 2
     assert generate(*args).stderr != "" and generate(*args, "--log-level", "error").stderr == ""
     assert generate(PROBLEM, "--log-level", "loud").exit_code == 2
+
+
+def test_characters_that_the_locale_lacks(tmp_path: Path) -> None:
+    file = write_jsonl(
+        tmp_path / "in.jsonl",
+        [{"prompt_token_ids": [10], "max_tokens": 1, "metadata": "\u00e9\u4e2d"}],
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "zipage", "generate", *POOL, "--file", file],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0 and ended.stderr == b""
+    assert json.loads(ended.stdout.decode())["metadata"] == "\u00e9\u4e2d"

@@ -51,6 +51,43 @@ def test_full_disk_behind_standard_output(command: tuple[str, ...]) -> None:
     assert line.startswith("Error: the output can't be written: ")
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("bench offline", "--json"),
+        ("bench ablation", "--json"),
+        ("bench ablation --only base", "--plot"),
+        ("bench serve", "--json"),
+        ("eval", "--json"),
+        ("eval", "--markdown"),
+        ("demo", "--json"),
+    ],
+)
+def test_results_that_cannot_be_written_are_told_before_the_work(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zipage.llm.LLM.__init__", None)  # any work would fail
+    monkeypatch.chdir(tmp_path)
+    Path("dir.svg").mkdir()
+    for path, cause in (("no/x.svg", "there is no folder 'no'"), ("dir.svg", "it is a folder")):
+        result = invoke(*command.split(), option, path)
+        assert result.exit_code == 2
+        assert f"{option}: {path!r} can't be written: {cause}" in result.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "dir.svg"]
+
+
+@needs_full
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_full_disk_behind_an_evaluation(option: str) -> None:
+    result = invoke(
+        *("eval", "--count", "1", "--min-tokens", "0", "--policies", "full", "--max-tokens", "2"),
+        *("--num-kv-blocks", "64", option, str(FULL)),
+    )
+    assert result.exit_code == 1 and "right," in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert "can't be written" in line and "No space left" in line
+
+
 def test_closed_standard_streams() -> None:
     program = "import sys; from zipage.cli import app; app(['generate', *sys.argv[1:]])"
     command = f'exec "{sys.executable}" -c "{program}"'
@@ -74,6 +111,21 @@ def test_outputs_do_not_overwrite_each_other(tmp_path: Path) -> None:
     assert path.read_text() == "kept"
 
 
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_outputs_do_not_overwrite_the_input(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("in.jsonl")
+    path.write_text(GOOD)
+    Path("link.jsonl").symlink_to(path)
+    for file in (str(path), "link.jsonl"):
+        result = generate("--file", file, option, str(path))
+        assert result.exit_code == 2
+        assert f"{option}: 'in.jsonl' is what --file reads" in result.stderr
+    assert path.read_text() == GOOD
+
+
 @pytest.mark.parametrize("output", [[], ["--output", "-"]])
 def test_trace_to_standard_output_is_refused(
     output: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,20 +134,6 @@ def test_trace_to_standard_output_is_refused(
     result = generate("hello", "--trace", "-", *output)
     assert result.exit_code == 2 and "the trace goes to a file" in result.stderr
     assert result.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "command",
-    [("demo",), ("eval",), ("bench", "offline"), ("bench", "serve"), ("bench", "ablation")],
-)
-def test_results_that_could_not_be_written_are_not_worked_for(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
-    file = tmp_path / "missing" / "results.json"
-    result = invoke(*command, "--json", str(file))
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert f"json={str(file)!r} can't be " in line and "No such file" in line
 
 
 @needs_full

@@ -153,6 +153,11 @@ def test_command(tmp_path: Path) -> None:
     assert record["settings"]["kv_budget"] == 128
 
 
+def test_threads_are_checked() -> None:
+    done = CliRunner().invoke(app, ["demo", "--threads", "0"])
+    assert done.exit_code == 2 and "threads=0 must be at least 1" in done.output
+
+
 def test_a_failed_request_is_a_failed_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("kernel fault")

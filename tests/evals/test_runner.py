@@ -70,7 +70,10 @@ def test_full_is_one_cell_and_others_one_each() -> None:
 
 def test_nothing_to_run() -> None:
     with pytest.raises(ConfigError, match="nothing to run"):
-        plan_cells(["zipage"], [])
+        plan_cells([], [64])
+    for policies in (["zipage"], ["full", "zipage"]):
+        with pytest.raises(ConfigError, match="policy 'zipage' needs budgets"):
+            plan_cells(policies, [])
 
 
 def test_parse_policy() -> None:
@@ -252,6 +255,8 @@ def test_command(tmp_path: Path) -> None:
         (["--policies", "no_such"], "no_such"),
         (["--problems", "no_such.jsonl"], "no_such.jsonl"),
         (["--count", "0"], "count=0"),
+        (["--max-tokens", "0"], "max_tokens=0 must be at least 1"),
+        (["--policies", "full", "--out", f"{__file__}/x"], "out="),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str) -> None:

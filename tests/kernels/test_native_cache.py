@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -115,6 +116,19 @@ def test_without_a_compiler_torch_runs_and_a_warning_says_why(
     with pytest.raises(ConfigError, match=words) as refused:
         LLM(attention_backend="native", num_kv_blocks=64)
     assert str(refused.value) in record.getMessage()
+
+
+def test_a_compiler_that_fails_is_asked_once(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.compiler.write_text(f"#!/bin/sh\necho $1 >> {cache._log}\necho no linker >&2\nexit 1\n")
+    monkeypatch.setattr(native, "_warn", functools.lru_cache(native._warn))
+    for _ in range(3):
+        assert not native.available()
+    assert len(cache.builds) == 1
+    (message,) = caplog.messages
+    assert "no linker" in message
+    assert list(cache.folder.iterdir()) == []
 
 
 def test_switched_off_is_no_warning(

@@ -21,7 +21,7 @@ from zipage.cli.top import History, Reading, percentile, read_metrics, sparkline
 def test_once(engine: AsyncLLM, live: str) -> None:
     body = {"prompt": SUM, "max_tokens": 100, "kv_budget": 64, "ignore_eos": True}
     assert httpx.post(f"{live}/v1/completions", json=body).status_code == 200
-    for url in (live, f"{live}/metrics", live.removeprefix("http://")):
+    for url in (live, f"{live}/metrics", f"{live}/v1/", live.removeprefix("http://")):
         result = invoke("top", "--once", "--url", url)
         assert result.exit_code == 0, result.output
     stats = engine.stats()

@@ -6,6 +6,7 @@ A plan is a list of `Cell`s. They run one after another in a worker process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import statistics
@@ -266,13 +267,16 @@ def _open_results(file: Path, setting: Mapping[str, Any]) -> dict[str, dict[str,
         raise ConfigError(
             f"json={str(file)!r} has the results of other settings: choose another file"
         )
+    if not file.read_bytes().endswith(b"\n"):  # cut off: the next row needs a line of its own
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write("\n")
     return {row["cell"]["label"]: row for row in rows if row["status"] != "failed"}
 
 
 def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The setting and the rows of a file that `run_ablation` wrote; of equal labels the last.
 
-    A last line that was cut off is left out.
+    Lines that were cut off are left out.
 
     Raises:
         ConfigError: it is no such file.
@@ -282,14 +286,10 @@ def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rows: dict[str, dict[str, Any]] = {}
     try:
         setting = json.loads(lines[0])["setting"]
-        for number, line in enumerate(lines[1:], start=2):
-            try:
+        for line in lines[1:]:
+            with contextlib.suppress(ValueError):
                 row = json.loads(line)
-            except ValueError:
-                if number == len(lines):
-                    break
-                raise
-            rows[row["cell"]["label"]] = row
+                rows[row["cell"]["label"]] = row
     except (IndexError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{str(file)!r} has no results of an ablation") from None
     return setting, list(rows.values())

@@ -76,7 +76,7 @@ def offline(
     weights once per step and the live KV cache, at the speed of a copy measured in the same run.
     Progress goes to stderr, as a line every ten seconds where that is no terminal.
     """
-    check_writable("json", json_file)
+    check_writable("--json", json_file)
     options = dict(engine)
     with contextlib.ExitStack() as stack:
         with die_on_interrupt():

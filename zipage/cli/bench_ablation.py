@@ -15,6 +15,7 @@ from zipage.bench.workloads import PRESETS
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.tables import print_table
+from zipage.cli.writing import check_writable
 from zipage.errors import ConfigError
 
 #: The default workload's answers have up to 1,800 tokens.
@@ -98,6 +99,8 @@ def ablation(
         from zipage.bench.plots import check_plotting
 
         check_plotting(plot)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
     console = Console(soft_wrap=True)
     cells, options, work = _plan(
         engine, workload, num_requests, output_len, scale, only, budgets, pool_share

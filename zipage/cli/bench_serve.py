@@ -109,11 +109,12 @@ def serve(
         ),
     ] = "poisson",
     burstiness: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Shape of gamma's gaps: 1 is Poisson, less is burstier.", rich_help_panel=_LOAD
+            help="Shape of gamma's gaps: 1 is Poisson, less is burstier. Default: 0.5.",
+            rich_help_panel=_LOAD,
         ),
-    ] = 0.5,
+    ] = None,
     speedup: Annotated[
         float, typer.Option(help="Replay a trace so many times as fast.", rich_help_panel=_LOAD)
     ] = 1.0,
@@ -215,7 +216,8 @@ def serve(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=timeout,
     )
-    check_writable("json", json_file)
+    check_writable("--json", json_file)
+    check_writable("--plot", plot)
     run, where = asyncio.run(_run(where, requests, concurrency, warm))
     summary = summarize(run, objectives)
     setting = {
@@ -282,7 +284,7 @@ class _Schedule:
         self,
         rate: float | None,
         process: Any,
-        burstiness: float,
+        burstiness: float | None,
         speedup: float,
         concurrency: int | None,
         seed: int,
@@ -293,16 +295,25 @@ class _Schedule:
             raise ConfigError(f"concurrency={concurrency} must be at least 1")
         if not 0 < speedup < math.inf:
             raise ConfigError(f"speedup={speedup} must be positive")
-        self.rate, self.process, self.burstiness = rate, process, burstiness
+        if burstiness is not None and process in ("poisson", "constant"):
+            raise ConfigError(
+                f"burstiness={burstiness} has no meaning with arrivals={process!r}: it is the "
+                "shape of 'gamma'"
+            )
+        self.rate, self.process = rate, process
+        self.burstiness = 0.5 if burstiness is None else burstiness
         self.speedup, self.concurrency, self.seed = speedup, concurrency, seed
 
     def apply(self, requests: list[ServingRequest], has_times: bool) -> list[ServingRequest]:
         """The requests with their times."""
         from zipage.bench.arrivals import arrival_times, at
 
+        timed = has_times and self.rate is None and self.concurrency is None
+        if self.speedup != 1 and not timed:
+            raise ConfigError(f"speedup={self.speedup} has no meaning without a trace's own times")
         if self.concurrency is not None:
             return at(requests, [None] * len(requests))
-        if self.rate is None and has_times:
+        if timed:
             return at(requests, [(r.arrival or 0.0) / self.speedup for r in requests])
         rate = math.inf if self.rate is None else self.rate
         return at(

@@ -11,6 +11,7 @@ from rich.console import Console
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.writing import check_writable, write_json
+from zipage.errors import ConfigError
 
 #: Engine options of the demo; the memory and the policy are what it is about.
 _ENGINE = ("dtype", "device", "window", "num_sinks", "protect_prompt", "async_compression")
@@ -54,7 +55,9 @@ def demo(
     the KV pool can hold in full. Shows both runs live, or as a line every few seconds when the
     output is not a terminal, then a table. Exit code 1 if a request failed.
     """
-    check_writable("json", json_file)
+    check_writable("--json", json_file)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads} must be at least 1")
     console = Console()
     with console.status("loading the model"):
         import torch

@@ -105,12 +105,12 @@ def generate(
 ) -> None:
     """Answer a prompt, or many.
 
-    Sampling options that are not given are those of the record, else those of the model's
-    generation_config.json if it asks for sampling (do_sample), else greedy. A bad record of a
-    JSONL file is reported and gets an output line with its 'error'; the others are answered, and
-    the exit code is 1. Ctrl-C writes what is finished and exits with 130.
+    A record's own sampling options come before those given here, and both before those of the
+    model's generation_config.json if it asks for sampling (do_sample); else answers are greedy. A
+    bad record of a JSONL file is reported and gets an output line with its 'error'; the others are
+    answered, and the exit code is 1. Ctrl-C writes what is finished and exits with 130.
     """
-    _check_outputs(output, trace)
+    _check_outputs(file, output, trace)
     records, is_batch = _read_input(prompt, file, input_format)
     if not records:
         raise typer.BadParameter("there is no prompt in the input")
@@ -122,11 +122,12 @@ def generate(
             from zipage.llm import LLM
 
             llm = stack.enter_context(LLM(options.pop("model"), **options))
-        stream = stack.enter_context(_open_output(output))
+        as_jsonl = is_batch or output is not None
+        stream = stack.enter_context(_open_output(output, as_jsonl))
         if trace is not None:
             stack.enter_context(_traced(llm, trace))
         job = _Job(llm, records, given, chat)
-        if is_batch or output is not None:
+        if as_jsonl:
             code = _run_batch(job, stream, token_ids, is_batch)
         else:
             code = _run_single(job, stream)
@@ -180,8 +181,13 @@ def _check_utf8(text: str) -> None:
         raise typer.BadParameter(message) from None
 
 
-def _check_outputs(output: Path | None, trace: Path | None) -> None:
+def _check_outputs(file: Path | None, output: Path | None, trace: Path | None) -> None:
     """Tell what can't be written before the model is loaded."""
+    if file is not None and file.is_file():
+        for option, path in (("--output", output), ("--trace", trace)):
+            if path is not None and path.exists() and path.samefile(file):
+                message = f"{str(path)!r} is what --file reads"
+                raise typer.BadParameter(message, param_hint=option)
     if trace is not None and str(trace) == "-":
         raise typer.BadParameter("the trace goes to a file, not to '-'", param_hint="--trace")
     if output is None or str(output) == "-":
@@ -194,8 +200,14 @@ def _check_outputs(output: Path | None, trace: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _open_output(path: Path | None) -> Iterator[TextIO]:
+def _open_output(path: Path | None, as_jsonl: bool) -> Iterator[TextIO]:
     if path is None or str(path) == "-":
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # JSON is UTF-8 whatever the locale says; a terminal that lacks characters shows marks.
+            if as_jsonl:
+                sys.stdout.reconfigure(encoding="utf-8")
+            else:
+                sys.stdout.reconfigure(errors="replace")
         yield sys.stdout
         return
     try:

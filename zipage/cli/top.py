@@ -238,7 +238,7 @@ def _seconds(value: float | None) -> str:
 
 def top(
     url: Annotated[
-        str, typer.Option(help="The server, or the address of its metrics.")
+        str, typer.Option(help="The server, or the address of its API or metrics.")
     ] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Read once, print and exit.")] = False,
@@ -254,7 +254,7 @@ def top(
     except ImportError as error:
         message = f"zipage top needs {error.name}: pip install 'zipage[serve]'"
         raise ConfigError(message) from None
-    address = url.rstrip("/")
+    address = url.rstrip("/").removesuffix("/v1")
     if "://" not in address:
         address = f"http://{address}"
     metrics = address if address.endswith("/metrics") else f"{address}/metrics"

@@ -11,25 +11,28 @@ from typing import Any, TextIO
 
 import typer
 
-from zipage.errors import ConfigError
-
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Find out before the work whether its results can be written; makes the file.
+    """Find out before the work whether its results can be written. Creates nothing.
 
     Args:
         option: the option that names the file.
-        path: the file, or None.
+        path: the file; None if the option is not given.
 
     Raises:
-        ConfigError: it cannot be written.
+        typer.BadParameter: it is a folder, there is no folder for it, or it may not be written.
     """
     if path is None:
         return
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"{option}={str(path)!r} can't be written: {error}") from None
+    if path.is_dir():
+        cause = "it is a folder"
+    elif not path.parent.is_dir():
+        cause = f"there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        cause = "that is not permitted"
+    else:
+        return
+    raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
 
 
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:

@@ -220,17 +220,19 @@ def plan_cells(policies: Sequence[str], budgets: Sequence[int]) -> list[Cell]:
         budgets: in tokens.
 
     Raises:
-        ConfigError: a policy is malformed, or there is nothing to run.
+        ConfigError: a policy is malformed or has no budget, or there is nothing to run.
     """
     cells: list[Cell] = []
     for text in policies:
         name, options = parse_policy(text)
+        if name != FULL and not budgets:
+            raise ConfigError(f"policy {text!r} needs budgets: give at least one, or only 'full'")
         for budget in [None] if name == FULL else budgets:
             cell = Cell(name, budget, options)
             if cell not in cells:
                 cells.append(cell)
     if not cells:
-        raise ConfigError("nothing to run: give at least one policy, and budgets for it")
+        raise ConfigError("nothing to run: give at least one policy")
     return cells
 
 
@@ -328,11 +330,16 @@ def run_cells(
     the moment its cell ends, and read back instead of running the cell again.
 
     Raises:
-        ConfigError: an option is illegal, or a file in `folder` is not a result.
+        ConfigError: an option is illegal, `folder` can't be used, or a file in it is not a result.
     """
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens={max_tokens} must be at least 1")
     settings = [cell_settings(cell, problems, options, max_tokens) for cell in cells]
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={str(folder)!r} can't be used: {error}") from None
     for cell, wanted in zip(cells, settings, strict=True):
         path = None if folder is None else cell_path(folder, cell, wanted)
         if path is not None and path.exists():

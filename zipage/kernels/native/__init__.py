@@ -44,6 +44,8 @@ _FLAGS = (
     "-fopenmp",
 )
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+_failures: dict[str, str] = {}
+"""Why a compiler failed, by the library's name: it takes seconds, and every engine asks it."""
 
 
 class NativeUnavailable(ConfigError, RuntimeError):
@@ -140,6 +142,8 @@ def _is_whole(library: Path) -> bool:
 
 def _build(library: Path, compiler: list[str]) -> None:
     """Compile the sources; the checksum of the library follows it, which loaders ignore."""
+    if library.name in _failures:
+        raise NativeUnavailable(_failures[library.name])
     # Built under a private name and renamed, so that two processes never see half a file.
     handle, partial = tempfile.mkstemp(dir=library.parent, suffix=".tmp")
     os.close(handle)
@@ -153,7 +157,9 @@ def _build(library: Path, compiler: list[str]) -> None:
                 f"the C compiler {compiler[0]!r} (CC) cannot be run: {error}"
             ) from error
         if done.returncode != 0:
-            raise NativeUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            message = f"{' '.join(command)} failed:\n{done.stderr[-2000:]}"
+            _failures[library.name] = message
+            raise NativeUnavailable(message)
         with open(partial, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
         os.replace(partial, library)
