@@ -229,9 +229,10 @@ class EngineConfig:
         self._check_int("max_num_batched_tokens", 1, _INT32_MAX)
         self._check_int("num_sinks", 0, _INT32_MAX)
         self._check_int("seed", 0, _INT64_MAX)
-        for name in ("max_model_len", "num_kv_blocks", "num_query_slots"):
+        # One token of a prompt and one of an answer are the least.
+        for name, least in (("max_model_len", 2), ("num_kv_blocks", 1), ("num_query_slots", 1)):
             if getattr(self, name) is not None:
-                self._check_int(name, 1, _INT32_MAX)
+                self._check_int(name, least, _INT32_MAX)
         share = self.memory_utilization
         if share is not None and (not is_real(share) or not 0 < share <= 1):
             raise ConfigError(f"memory_utilization={shown(share)} must lie in (0, 1]")

@@ -84,8 +84,7 @@ class LLM:
         Args:
             prompts: a prompt or a list of them; a prompt is text, a list of token ids, or
                 ``{"prompt": text}`` / ``{"prompt_token_ids": ids}``.
-            sampling_params: one for all, or one each; None for greedy up to the model's length.
-                (`chat` takes the model's own defaults instead.)
+            sampling_params: one for all, or one each; None for `get_default_sampling_params`.
             priority: one for all, or one each; lower runs earlier.
             on_step: called after every step with `EngineStats`, whose `last_step` says what
                 happened in it. What it raises is raised here, and ends the requests of this call.
@@ -187,7 +186,7 @@ class LLM:
     ) -> OutputStream:
         todo = as_prompt_list(prompts)
         if sampling_params is None:
-            sampling_params = SamplingParams(temperature=0.0)
+            sampling_params = self.get_default_sampling_params()
         params = _each("sampling_params", sampling_params, todo)
         priorities = _each("priority", priority, todo)
         stream = OutputStream(self, on_step)

@@ -422,6 +422,7 @@ def test_a_trace_through_chat_with_failures(server: FakeServer, tmp_path: Path) 
         (["--rate", "0"], "rate=0.0"),
         (["--concurrency", "0"], "concurrency=0"),
         (["--arrivals", "weekly", "--rate", "1"], "legal are poisson"),
+        (["--arrivals", "gamma"], "arrivals='gamma' has no meaning without a finite rate"),
         (["--burstiness", "0.25", "--rate", "1"], "burstiness=0.25 has no meaning with arrivals="),
         (["--speedup", "2", "--rate", "1"], "speedup=2.0 has no meaning without a trace's own"),
         (["--endpoint", "embeddings"], "legal are completions"),

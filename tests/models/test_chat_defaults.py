@@ -58,17 +58,20 @@ def test_defaults_and_overrides(sampling_model: Path, submitted: list[SamplingPa
         llm.chat(MESSAGES, own)
         llm.chat(MESSAGES, replace(llm.get_default_sampling_params(), top_k=5))
         llm.generate([1, 2, 3])
+        list(llm.stream([1, 2, 3]))
         assert submitted[3:] == [
             own,
             replace(defaults, top_k=5),
-            SamplingParams(temperature=0.0),
+            defaults,
+            defaults,
         ]
 
 
 def test_a_model_without_them_is_greedy(submitted: list[SamplingParams]) -> None:
     with LLM(kv_cache_memory="32MiB", max_num_seqs=2) as llm:
         llm.chat(MESSAGES)
-        assert submitted == [SamplingParams(temperature=0.0)]
+        llm.generate([1, 2, 3])
+        assert submitted == [SamplingParams(temperature=0.0)] * 2
 
 
 def test_every_end_token_ends_an_answer(tmp_path: Path) -> None:

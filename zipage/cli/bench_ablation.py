@@ -93,7 +93,7 @@ def ablation(
     overlap (steps scheduled ahead), ample (compression with memory for everything), budget,
     graphs (CUDA graphs). The base runs first and last. Exit code 1 if a cell failed.
     """
-    from zipage.bench.ablation import run_ablation, with_ratios
+    from zipage.bench.ablation import BASE_AGAIN, run_ablation, with_ratios
 
     if plot is not None:
         from zipage.bench.plots import check_plotting
@@ -115,6 +115,11 @@ def ablation(
         rows.append(row)
         console.print(_one_line(row), highlight=False, markup=False)
     print_table(ablation_rows(with_ratios(rows)))
+    if BASE_AGAIN in {row["cell"]["label"] for row in rows}:
+        console.print(
+            "ratio: to the mean of the two base rows (theirs to the first of them); where memory "
+            "is ample, to the first row of the group"
+        )
     if any(row["status"] == "cut" for row in rows):
         console.print("* cut: compared over the work it has done", highlight=False)
     if plot is not None:

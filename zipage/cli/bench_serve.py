@@ -103,11 +103,12 @@ def serve(
         ),
     ] = None,
     arrivals: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Gaps at that rate: poisson, constant, gamma (bursty).", rich_help_panel=_LOAD
+            help="Gaps at that rate: poisson (the default), constant, gamma (bursty).",
+            rich_help_panel=_LOAD,
         ),
-    ] = "poisson",
+    ] = None,
     burstiness: Annotated[
         float | None,
         typer.Option(
@@ -295,6 +296,9 @@ class _Schedule:
             raise ConfigError(f"concurrency={concurrency} must be at least 1")
         if not 0 < speedup < math.inf:
             raise ConfigError(f"speedup={speedup} must be positive")
+        if process is not None and (rate is None or rate == math.inf):
+            raise ConfigError(f"arrivals={process!r} has no meaning without a finite rate")
+        process = process or "poisson"
         if burstiness is not None and process in ("poisson", "constant"):
             raise ConfigError(
                 f"burstiness={burstiness} has no meaning with arrivals={process!r}: it is the "

@@ -55,7 +55,7 @@ length of the text, and cached keys cannot be rotated again, which sets a limit 
   ones for all texts (as vLLM does). transformers chooses by the length of each text, so set
   `max_model_len` to the original length for its results on short texts.
 
-**End and sampling.** All end tokens of `generation_config.json` end an answer. `LLM.chat`
+**End and sampling.** All end tokens of `generation_config.json` end an answer. `LLM`
 without `SamplingParams`, and `zipage generate`, sample as that file says (greedy unless it has
 `do_sample: true`); `LLM.get_default_sampling_params()` returns it.
 
