@@ -52,4 +52,4 @@ types: $(VENV)/.installed-dev ## check types
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) $(VENV)-clients .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
-.PHONY: help install demo test test-slow test-clients lint types clean
+.PHONY: help install demo test test-slow test-gpu test-clients lint types clean

@@ -1,7 +1,8 @@
-"""`chat` samples as the model's generation_config.json asks."""
+"""Without parameters, sampling is what the model's generation_config.json asks for."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zipage import LLM, SamplingParams
+from zipage import LLM, AsyncLLM, SamplingParams
 from zipage.engine.engine import LLMEngine
 from zipage.models.loader import resolve_model_path
 
@@ -39,9 +40,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SamplingParams]]
     seen: list[SamplingParams] = []
     add_request = LLMEngine.add_request
 
-    def record(self, prompt, params, **options):  # type: ignore[no-untyped-def]
+    def record(self, prompt, params, *more, **options):  # type: ignore[no-untyped-def]
         seen.append(params)
-        return add_request(self, prompt, replace(params, max_tokens=2), **options)
+        return add_request(self, prompt, replace(params, max_tokens=2), *more, **options)
 
     monkeypatch.setattr(LLMEngine, "add_request", record)
     return seen  # type: ignore[return-value]
@@ -65,6 +66,21 @@ def test_defaults_and_overrides(sampling_model: Path, submitted: list[SamplingPa
             defaults,
             defaults,
         ]
+
+
+def test_asyncio_has_the_same_defaults(
+    sampling_model: Path, submitted: list[SamplingParams]
+) -> None:
+    async def answer() -> None:
+        engine = AsyncLLM(str(sampling_model), kv_cache_memory="32MiB", max_num_seqs=2)
+        try:
+            async for _ in engine.generate([1, 2, 3]):
+                pass
+        finally:
+            engine.shutdown()
+
+    asyncio.run(answer())
+    assert submitted == [SamplingParams(temperature=0.6, top_p=0.95, top_k=20)]
 
 
 def test_a_model_without_them_is_greedy(submitted: list[SamplingParams]) -> None:

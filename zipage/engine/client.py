@@ -191,7 +191,7 @@ class EngineClient(ABC):
 
         Args:
             prompt: text or token ids.
-            sampling_params: how to sample; None for greedy up to the model's length.
+            sampling_params: how to sample; None for what the model asks for, see `default_sampling`.
             request_id: unique among live requests; made up if None.
             priority: lower runs earlier.
             cache_salt: requests share prefix-cache blocks only with requests of equal salt.
@@ -209,7 +209,9 @@ class EngineClient(ABC):
                 f"the engine belongs to process {self._pid}, of which this one is a fork: make "
                 "another engine here"
             )
-        params = sampling_params or SamplingParams(temperature=0.0)
+        params = sampling_params
+        if params is None:
+            params = SamplingParams.from_dict(self.default_sampling)
         name = request_id if request_id is not None else f"async-{uuid.uuid4().hex}"
         answers = params.n if isinstance(params, SamplingParams) else 1
         if timeout is not None and not (is_real(timeout) and timeout > 0):
