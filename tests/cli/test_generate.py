@@ -1,5 +1,6 @@
 """`zipage generate` on zipage-tiny."""
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from tests.cli.invoke import Invocation, invoke
 from tests.observe.chrome_format import check_trace
 from zipage import LLM, SamplingParams
+from zipage.cli.generate import _open_output
 from zipage.engine.engine import LLMEngine
 from zipage.observe.keepers import decode_runs
 
@@ -322,3 +324,11 @@ def test_characters_that_the_locale_lacks(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0 and ended.stderr == b""
     assert json.loads(ended.stdout.decode())["metadata"] == "\u00e9\u4e2d"
+
+
+def test_text_in_characters_that_the_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    with _open_output(None, as_jsonl=False) as stream:
+        print("\u00e9\u4e2d", file=stream, flush=True)
+    assert written.getvalue() == b"\xe9?\n"

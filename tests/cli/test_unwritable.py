@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from tests.cli.invoke import Invocation, invoke
+from zipage.cli.writing import check_writable
 
 GOOD = '{"prompt_token_ids": [10, 20], "max_tokens": 2, "ignore_eos": true}'
 FULL = Path("/dev/full")
@@ -74,6 +76,17 @@ def test_results_that_cannot_be_written_are_told_before_the_work(
         assert result.exit_code == 2
         assert f"{option}: {path!r} can't be written: {cause}" in result.stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "dir.svg"]
+
+
+def test_results_that_are_not_permitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file that is there nor a new one in a folder; root may write everywhere."""
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.touch()
+    for path, closed in ((old, old), (new, tmp_path)):
+        monkeypatch.setattr(os, "access", lambda file, mode, closed=closed: file != closed)
+        with pytest.raises(typer.BadParameter, match="that is not permitted"):
+            check_writable("--json", path)
+        check_writable("--json", new if path is old else old)
 
 
 @needs_full

@@ -19,7 +19,7 @@ class StreamedUsage:
 
     def __init__(self, options: StreamOptions | None) -> None:
         self.at_end = bool(options and options.include_usage)
-        self._in_all = self.at_end and bool(options and options.continuous_usage_stats)
+        self._in_all = bool(options and options.continuous_usage_stats)
 
     def fields(self, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What an event with text has of them; `count` is called where it has counts."""
