@@ -191,7 +191,7 @@ class EngineClient(ABC):
 
         Args:
             prompt: text or token ids.
-            sampling_params: how to sample; None for what the model asks for, see `default_sampling`.
+            sampling_params: how to sample; None for `default_sampling`.
             request_id: unique among live requests; made up if None.
             priority: lower runs earlier.
             cache_salt: requests share prefix-cache blocks only with requests of equal salt.

@@ -44,8 +44,8 @@ _FLAGS = (
     "-fopenmp",
 )
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
+#: Why a compiler failed, by the library's name: it takes seconds, and every engine asks it.
 _failures: dict[str, str] = {}
-"""Why a compiler failed, by the library's name: it takes seconds, and every engine asks it."""
 
 
 class NativeUnavailable(ConfigError, RuntimeError):
