@@ -13,7 +13,7 @@ from typing import Any
 from zipage.errors import ConfigError, shown
 from zipage.models.shapes import SHAPES
 
-#: The value of `compression` that means none; there is no policy behind it.
+#: The value of `compression` that turns it off; no policy has this name.
 FULL = "full"
 
 _INT32_MAX = 2**31 - 1
@@ -59,8 +59,8 @@ class EngineConfig:
         revision: hub revision of both.
         dtype: ``auto`` (the checkpoint's on CUDA, float32 on CPU), float32, bfloat16 or float16.
         kv_cache_dtype: dtype of stored keys and values: ``auto`` (the model's) or ``fp8``, also
-            named ``fp8_e4m3``: half the bytes of bfloat16, scales are found at the start. Not with
-            the ``native`` attention backend. See docs/compression.md.
+            named ``fp8_e4m3``: half the bytes of bfloat16, with scales calibrated at start. Not
+            with the ``native`` attention backend. See docs/compression.md.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights; config.json is
             enough).
@@ -69,45 +69,48 @@ class EngineConfig:
             ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
         model_impl: ``zipage`` (the decoder), ``transformers`` (transformers' own model code with
             paged attention) or ``auto`` (the decoder where it covers the architecture).
-        quantization: ``fp8`` for layers that multiply in fp8: weights are quantised when they are
+        quantization: ``fp8`` runs linear layers in fp8: weights are quantised when they are
             loaded, activations token by token (GPUs from compute capability 8.9, bfloat16; slow on
-            the CPU). None for the dtype's own products.
-        seed: of unseeded sampling, of dummy weights and of the random policy.
-        max_model_len: most tokens of prompt and answer; None for what the model was trained for.
-        block_size: tokens of a KV block, a multiple of 16.
+            the CPU). None keeps the dtype.
+        seed: seed of unseeded sampling, dummy weights and the random policy.
+        max_model_len: most tokens of prompt and answer together; None for what the model was
+            trained for.
+        block_size: tokens per KV block, a multiple of 16.
         kv_cache_memory: bytes of the KV pool with its score store and query slots (``"2GiB"``);
             None to use `memory_utilization`.
         num_kv_blocks: blocks of the KV pool, instead of `kv_cache_memory`.
-        memory_utilization: share of the device's memory for everything the engine needs there:
-            weights, activations, workspaces, CUDA graphs and KV pool (CUDA, 0.9 by default); or of
-            the available host memory for the pool (CPU).
+        memory_utilization: on CUDA, share of the device's memory for everything the engine needs
+            there: weights, activations, workspaces, CUDA graphs and KV pool (0.9 by default); on
+            the CPU, share of the available host memory for the pool.
         kv_budget: tokens kept per request, layer and KV head at a compression, a multiple of
             `block_size`; a request owns at most kv_budget / block_size + 1 blocks. None for full
             KV unless a request has its own budget.
         compression: policy that chooses the tokens to evict; ``full`` never evicts any.
-        policy_options: the policy's knobs, see docs/compression.md.
-        window: last tokens whose queries score the cache; they are never evicted. None for the
-            policy's default (24 for ``zipage``, 16 for the others), at most `block_size`.
+        policy_options: the policy's own options, see docs/compression.md.
+        window: number of last tokens whose queries score the cache; they are never evicted. At
+            most `block_size`; None for the policy's default (24 for ``zipage``, 16 for the others).
         num_query_slots: requests that may collect window queries at once; None for half of
             `max_num_seqs`, at least 8.
-        compaction: ``holes`` (least moves) or ``stable`` (survivors keep their order).
-        num_sinks: first tokens of the text that are never evicted.
+        compaction: ``holes`` (fewest moves) or ``stable`` (kept tokens stay in order).
+        num_sinks: number of first tokens of the text that are never evicted.
         protect_prompt: the prompt is never evicted if it takes up at most this share of the
-            budget; 0 switches that off.
+            budget; 0 turns this off.
         bounded_prefill: compress between the chunks of a prompt longer than the budget, so that
-            it never owns more blocks than others.
-        async_compression: compress beside decoding; None for yes on CUDA, no on CPU.
+            it never owns more blocks than other requests.
+        async_compression: run compressions concurrently with decoding; None for yes on CUDA, no
+            on CPU.
         max_num_seqs: most requests running at once.
-        max_num_batched_tokens: most tokens of one step.
+        max_num_batched_tokens: most tokens computed in one step.
         enable_prefix_caching: reuse the blocks of equal prefixes.
-        admission: ``bounded`` (start a request when its worst case fits) or ``optimistic``.
+        admission: ``bounded`` (start a request when its worst case fits) or ``optimistic`` (when
+            its tokens so far fit).
         async_scheduling: schedule a step while the one before it runs; tokens are reported one step
             later. None for yes on CUDA, no on CPU.
         attention_backend: ``auto``, ``torch``, ``native`` (CPU kernels) or ``triton`` (CUDA).
         enforce_eager: run decode steps without CUDA graphs: starts faster, decodes slower.
-        batch_invariant: a request's logits, text and kept tokens do not depend on what else runs,
-            to the bit; on CUDA with slower products and attention, on the CPU in float32 with the
-            ``native`` attention backend that is so anyway.
+        batch_invariant: make a request's logits, text and kept tokens bit-identical whatever else
+            runs. On CUDA this needs slower matrix products and attention; on the CPU, float32 with
+            the ``native`` attention backend is batch-invariant anyway.
     """
 
     model: str | None = None
@@ -229,7 +232,7 @@ class EngineConfig:
         self._check_int("max_num_batched_tokens", 1, _INT32_MAX)
         self._check_int("num_sinks", 0, _INT32_MAX)
         self._check_int("seed", 0, _INT64_MAX)
-        # One token of a prompt and one of an answer are the least.
+        # At least one token of prompt and one of answer.
         for name, least in (("max_model_len", 2), ("num_kv_blocks", 1), ("num_query_slots", 1)):
             if getattr(self, name) is not None:
                 self._check_int(name, least, _INT32_MAX)
@@ -304,7 +307,7 @@ class EngineConfig:
 
     @property
     def resolved_query_slots(self) -> int:
-        """Number of query slots; 0 when nothing is compressed."""
+        """Number of query slots; 0 if nothing is compressed."""
         if not self.compresses:
             return 0
         if self.num_query_slots is not None:
@@ -312,13 +315,13 @@ class EngineConfig:
         return max(8, self.max_num_seqs // 2)
 
     def compresses_beside(self, device_type: str) -> bool:
-        """Whether compression runs beside decoding on such a device."""
+        """Whether compressions run concurrently with decoding on this type of device."""
         if self.async_compression is None:
             return device_type == "cuda"
         return self.async_compression
 
     def schedules_ahead(self, device_type: str) -> bool:
-        """Whether steps are scheduled while the ones before them run on such a device."""
+        """Whether a step is scheduled while the one before it runs on this type of device."""
         if self.async_scheduling is None:
             return device_type == "cuda"
         return self.async_scheduling
@@ -347,7 +350,7 @@ def is_real(value: object) -> bool:
 
 
 def host_memory_available() -> int:
-    """Bytes of host memory that can be had without swapping, a container's limit included."""
+    """Bytes of host memory available without swapping, within a container's limit."""
     available = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         with open("/proc/meminfo") as lines:

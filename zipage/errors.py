@@ -24,7 +24,7 @@ class EngineDeadError(ZipageError, RuntimeError):
 
 
 class EngineOverloadedError(ZipageError, RuntimeError):
-    """A request is refused because enough others wait already; it may be tried again later."""
+    """A request is refused because too many others are waiting; it may be retried later."""
 
 
 class RequestTimeoutError(ZipageError, TimeoutError):
@@ -35,9 +35,9 @@ _LONGEST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """`value` as a message shows it: its repr, cut where it is too long."""
+    """`value` for a message: its repr, cut if too long."""
     try:
         text = repr(value)
-    except Exception:  # an integer of more digits than Python prints, an object's own failure
+    except Exception:  # an integer with more digits than Python prints, or a failing __repr__
         return f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -26,7 +26,7 @@ StepCallback = Callable[[EngineStats], None]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: text, a mapping and a list of token ids are one."""
+    """A list of prompts; text, a mapping or a list of token ids is a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -39,9 +39,9 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 class LLM:
     """A model ready to answer.
 
-    Methods may be called from any thread: one engine step or submission runs at a time, and
-    whoever reads outputs runs the engine for all. Ctrl-C takes effect between two steps: it ends
-    the requests of the interrupted call, and the engine goes on being usable. An `LLM` that is
+    Methods may be called from any thread: one engine step or submission runs at a time, and the
+    thread that reads outputs runs the engine for all. Ctrl-C takes effect between two steps: it
+    ends the requests of the interrupted call, and the engine stays usable. An `LLM` that is
     dropped without `shutdown` is cleaned up by garbage collection.
 
     Args:
@@ -62,10 +62,10 @@ class LLM:
         self.engine = LLMEngine(self.config)
         self._streams: weakref.WeakValueDictionary[str, OutputStream]
         self._streams = weakref.WeakValueDictionary()
-        #: Requests of streams that were garbage-collected, maybe in the middle of a step.
+        #: Requests of streams that were garbage-collected, possibly in the middle of a step.
         self._dropped: deque[str] = deque()
         self._lock = threading.Lock()
-        #: Held by the thread that is next, so that one that runs step after step lets it in.
+        #: Held by the next thread in line, so that one running step after step lets it in.
         self._turn = threading.Lock()
         self._holder: int | None = None
 
@@ -87,7 +87,8 @@ class LLM:
             sampling_params: one for all, or one each; None for `get_default_sampling_params`.
             priority: one for all, or one each; lower runs earlier.
             on_step: called after every step with `EngineStats`, whose `last_step` says what
-                happened in it. What it raises is raised here, and ends the requests of this call.
+                happened in it. An exception from it ends the requests of this call and is raised
+                here.
 
         Raises:
             RequestError: a prompt or its parameters are illegal; nothing was run.
@@ -107,7 +108,7 @@ class LLM:
     ) -> OutputStream:
         """Like `generate`, but yields each request's output so far after every new token.
 
-        Closing the iterator aborts what is unfinished.
+        Closing the iterator aborts unfinished requests.
         """
         return self._submit(prompts, sampling_params, priority)
 
@@ -127,7 +128,7 @@ class LLM:
             messages: a conversation, ``[{"role": ..., "content": ...}, ...]``, or a list of them.
             sampling_params: one for all, or one each; None for the model's own, see
                 `get_default_sampling_params`.
-            add_generation_prompt: end the prompt with what opens the assistant's turn.
+            add_generation_prompt: end the prompt with the tokens that open the assistant's turn.
             chat_template_kwargs: variables of the chat template.
             priority, on_step: as in `generate`.
 
@@ -153,8 +154,8 @@ class LLM:
         """Token ids of one conversation or a list of them.
 
         Raises:
-            RequestError: it is something else, there is no chat template, or one of its options
-                is not one.
+            RequestError: `messages` is malformed, there is no chat template, or
+                `chat_template_kwargs` has an illegal key.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise RequestError(
@@ -202,7 +203,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """The engine is this thread's, and no interrupt gets into what is done with it."""
+        """Hold the engine for this thread, and defer interrupts until it is released."""
         me = threading.get_ident()
         if self._holder == me:
             raise RuntimeError(
@@ -233,7 +234,9 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _drop(self, ids: Iterable[str]) -> None:
-        """Abort requests from wherever the garbage collector runs: now, or with the next call."""
+        """Abort requests of a collected stream: now if the engine is free, else with the next
+        call. The garbage collector may run this on any thread.
+        """
         self._dropped.extend(ids)
         if self._lock.acquire(blocking=False):
             try:
@@ -244,7 +247,7 @@ class LLM:
                 self._lock.release()
 
     def _advance(self) -> None:
-        """Run one engine step and hand its outputs to whoever waits for them."""
+        """Run one engine step and hand its outputs to their streams."""
         for output in self.engine.step():
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -256,8 +259,8 @@ class LLM:
     def trace(self, max_events: int = DEFAULT_MAX_EVENTS) -> Iterator[TraceRecorder]:
         """Record the life of the requests submitted inside the ``with`` block.
 
-        Answers stay the same. Compressions of traced requests are a little slower, as the
-        positions they kept are read.
+        Answers stay the same. Compressions of traced requests are a little slower, because the
+        positions they keep are read back.
 
         Args:
             max_events: see `TraceRecorder`.
@@ -286,15 +289,15 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for; greedy unless it says ``do_sample``.
 
-        `dataclasses.replace` changes single options of it.
+        `dataclasses.replace` changes single options.
 
         Raises:
-            RequestError: the file asks for something illegal.
+            RequestError: the file has an illegal value.
         """
         return SamplingParams.from_dict(self.engine.core.runner.model_config.default_sampling())
 
     def stats(self) -> EngineStats:
-        """Counters since the start, gauges of now, and what happened in the last step."""
+        """Counters since the start, current gauges, and what happened in the last step."""
         return self.engine.stats()
 
     def shutdown(self) -> None:
@@ -315,13 +318,13 @@ class LLM:
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """Outputs of some requests, as the engine makes them.
+    """Outputs of a call's requests, as the engine produces them.
 
     Several streams of one `LLM` may be read in turn: reading any of them runs the engine for all.
-    Closing it, or dropping it, aborts what is unfinished.
+    Closing or dropping a stream aborts its unfinished requests.
 
     Attributes:
-        request_ids: of its requests, in the order of the prompts.
+        request_ids: ids of its requests, in the order of the prompts.
     """
 
     def __init__(self, llm: LLM, on_step: StepCallback | None = None) -> None:
@@ -360,7 +363,7 @@ class OutputStream(Iterator[RequestOutput]):
                     if not self._ready:  # another thread may have run the engine meanwhile
                         self._llm._advance()
                     for request_id in self._left - self._llm.engine.live_requests:
-                        self._forget(request_id)  # aborted by somebody else
+                        self._forget(request_id)  # aborted elsewhere
                 if self._on_step is not None:
                     self._on_step(self._llm.stats())
         except BaseException:
@@ -369,7 +372,7 @@ class OutputStream(Iterator[RequestOutput]):
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished requests."""
         left, self._left = self._left, set()
         if left:
             self._llm._abort(left)

@@ -20,7 +20,7 @@ class Logprob:
         logprob: natural logarithm of the model's probability, before penalties, bias,
             temperature and filters.
         rank: 1 for the most likely token of the vocabulary.
-        decoded_token: text of the token alone, U+FFFD where it is part of a character.
+        decoded_token: text of the token alone, U+FFFD where it is only part of a character.
     """
 
     logprob: float
@@ -39,14 +39,14 @@ class RequestMetrics:
         tokens_per_second: decode speed, tokens after the first over the time since the first.
         compressions: how often the cache was compressed.
         evicted_tokens: tokens evicted from each layer and KV head by these compressions.
-        peak_blocks: longest block table. (While a request's first compression spares blocks of
-            the prefix cache, it holds their replacements besides.)
+        peak_blocks: longest block table. (During its first compression a request also holds
+            replacements for the blocks it shares through the prefix cache; they do not count.)
         preemptions: how often it lost its blocks and was recomputed.
         swaps: how often its blocks were moved to host memory.
         cached_prompt_tokens: prompt tokens found in the prefix cache when first scheduled.
         arrival_time: when it was submitted, in seconds since the epoch.
-        prefill_time: seconds from the first scheduled step to the first token, compressions and
-            preemptions in between included; None before it.
+        prefill_time: seconds from the first scheduled step to the first token, including
+            compressions and preemptions in between; None before it.
         decode_time: seconds from the first token to the last one so far.
         compression_time: seconds its compressions took.
     """
@@ -119,14 +119,14 @@ class CompressionRecord:
     Every layer and KV head keeps a list of its own of the tokens it holds, all of the same length.
 
     Attributes:
-        num_tokens: tokens of prompt and answer written to the cache until then.
-        length: tokens in each list before.
-        kept: tokens in each list after.
+        num_tokens: tokens of prompt and answer written to the cache so far.
+        length: tokens in each list before the compression.
+        kept: tokens in each list after it.
         lists: number of lists, layers times KV heads.
-        keepers: for each of the `num_tokens` text positions, how many lists hold it after; 0 means
+        keepers: for each of the `num_tokens` text positions, how many lists still hold it; 0 means
             that the token is gone.
-        layer_positions: for each layer, how many positions at least one of its lists holds after.
-        seconds: what the compression took.
+        layer_positions: for each layer, how many positions at least one of its lists still holds.
+        seconds: duration of the compression.
         layer_keepers: with ``kv_stats_layers``, `keepers` of each layer alone, layer after layer,
             a byte each; None without.
     """
@@ -141,7 +141,7 @@ class CompressionRecord:
     layer_keepers: bytes | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them: bytes in base64."""
+        """The fields as JSON values: bytes in base64."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         if self.layer_keepers is not None:
             fields["layer_keepers"] = base64.b64encode(self.layer_keepers).decode()
@@ -155,7 +155,8 @@ class CompletionOutput:
     Attributes:
         index: which of the n, from 0.
         text: the generated text, without the stop string unless it was asked for.
-        token_ids: the generated tokens, with the end-of-sequence or stop token if there was one.
+        token_ids: the generated tokens, including the end-of-sequence or stop token if there was
+            one.
         cumulative_logprob: sum of the sampled tokens' log-probabilities; None without
             ``logprobs``.
         logprobs: for each generated token, token id to `Logprob`: the ``logprobs`` most likely
@@ -163,7 +164,7 @@ class CompletionOutput:
         finish_reason: None while the completion runs.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
             token and for every other finish reason.
-        metrics: of this completion alone.
+        metrics: times and KV cache events of this completion alone.
         kv_stats: what each compression so far kept. None without ``return_kv_stats``.
     """
 
@@ -193,12 +194,13 @@ class RequestOutput:
         prompt_token_ids: the prompt's tokens.
         outputs: the completions, by index.
         finished: whether all completions have ended.
-        metrics: of all completions together (`RequestMetrics.aggregate`).
+        metrics: those of all completions combined (`RequestMetrics.aggregate`).
         usage: token counts.
         error: why the request failed; None unless a completion's finish reason is "error".
         prompt_logprobs: for each prompt token, token id to `Logprob`: the token itself and the
-            ``prompt_logprobs`` most likely ones; the first token, which nothing predicts, has
-            None. None as a whole without ``prompt_logprobs``, or until the prompt was computed.
+            ``prompt_logprobs`` most likely ones; the entry of the first token, which nothing
+            predicts, is None. The whole list is None without ``prompt_logprobs``, or until the
+            prompt was computed.
     """
 
     request_id: str

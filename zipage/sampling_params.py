@@ -32,9 +32,9 @@ CompressionMode = Literal["on", "off"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options of one request, checked once when they are made.
+    """Sampling options of one request, checked once on construction.
 
-    Instances do not change; `dataclasses.replace` makes a checked variant.
+    Instances are immutable; `dataclasses.replace` makes a checked variant.
 
     Attributes:
         n: completions of the prompt, 1 to 1024. They share the prompt's blocks; with
@@ -43,7 +43,7 @@ class SamplingParams:
         top_p: in (0, 1]. The smallest set of most likely tokens whose probability reaches it.
         top_k: most likely tokens kept; 0 or -1 keeps all.
         min_p: in [0, 1]. Tokens less likely than min_p times the most likely one are dropped.
-            Filters apply in the order min_p, top_k, top_p, each to what the former left;
+            Filters apply in the order min_p, top_k, top_p, each to what the previous one left;
             tokens tied with the last one kept are kept too.
         repetition_penalty: 1e-4 to 1e4, 1 is none. Logits of tokens in the prompt or the output
             are divided by it when positive and multiplied by it when negative (CTRL,
@@ -53,34 +53,34 @@ class SamplingParams:
         logit_bias: token id to a value in [-100, 100] added to its logit.
         seed: makes the draws of this request reproducible whatever else runs; completion i of n
             uses ``seed + i``. None or -1 uses the engine's generator.
-        stop: strings that end the text, at most 1024 with 65536 characters altogether. Kept as
-            a tuple.
-        stop_token_ids: tokens that end the output as end-of-sequence tokens do. Kept as a tuple.
+        stop: strings that end the text, at most 1024 with 65536 characters in total. Stored as a
+            tuple.
+        stop_token_ids: tokens that end the output as end-of-sequence tokens do. Stored as a tuple.
         include_stop_str_in_output: keep the stop string, or the text of the stop token.
-        ignore_eos: go on after the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         max_tokens: most tokens generated; None (the default; vLLM's is 16) runs up to the
             model's length, since reasoning models write long answers.
-        min_tokens: until so many tokens are generated, end-of-sequence and stop tokens are
+        min_tokens: until this many tokens are generated, end-of-sequence and stop tokens are
             masked and stop strings are ignored.
-        logprobs: return the log-probabilities of so many most likely tokens, and of the sampled
+        logprobs: return the log-probabilities of this many most likely tokens, and of the sampled
             one, at every position. They are the model's own, before penalties, bias, temperature
             and filters.
-        prompt_logprobs: 0 to 20; return the log-probabilities of so many most likely tokens, and
-            of the prompt's own one, at every prompt position but the first. The whole prompt is
-            computed then, whatever the prefix cache holds.
+        prompt_logprobs: 0 to 20; return the log-probabilities of this many most likely tokens, and
+            of the prompt's own token, at every prompt position but the first. The whole prompt is
+            then computed, whatever the prefix cache holds.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text of the tokens; without it outputs have token ids and an empty text,
-            and no tokenizer is needed.
+        detokenize: decode tokens to text; without it outputs have token ids and an empty text, and
+            no tokenizer is needed.
         kv_budget: most KV cache tokens this request keeps per layer and KV head; None takes the
             engine's default.
         compression: "off" keeps the full KV cache of this request, "on" compresses it even if
             the engine's default is off, None takes the engine's default.
         return_kv_stats: return which tokens each compression kept, see
             `CompletionOutput.kv_stats`.
-        structured_outputs: the form the answer must have, see `StructuredOutputsParams`; a mapping
-            will do, such as ``{"regex": "[0-9]+"}``.
-        kv_stats_layers: with `return_kv_stats`, count the keepers of each token layer by layer,
-            too: a byte for each layer and token at every compression.
+        structured_outputs: the form the answer must have, see `StructuredOutputsParams`; may be a
+            mapping such as ``{"regex": "[0-9]+"}``.
+        kv_stats_layers: with `return_kv_stats`, also count for each layer how many of its KV heads
+            keep each token: a byte for each layer and token at every compression.
 
     Raises:
         RequestError: an option has an illegal value; the message names the option, the value
@@ -114,7 +114,7 @@ class SamplingParams:
     kv_stats_layers: bool = False
 
     def __post_init__(self) -> None:
-        """Checks every option and brings it to its plain type."""
+        """Checks every option and converts it to its plain type."""
         self._set("n", _integer("n", self.n, 1, MAX_N))
         self._set("temperature", _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
         top_p = _real("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1")
@@ -187,12 +187,12 @@ class SamplingParams:
         """Makes parameters from a mapping, such as a decoded JSON object.
 
         Args:
-            options: option names to values. Keys of ``logit_bias`` may be decimal strings, as
-                JSON has no others.
+            options: option names to values. Keys of ``logit_bias`` may be decimal strings, as JSON
+                keys are always strings.
 
         Raises:
-            RequestError: `options` is no mapping, a key is no option (close names are suggested)
-                or a value is illegal.
+            RequestError: `options` is not a mapping, a key is not an option (close names are
+                suggested) or a value is illegal.
         """
         if not isinstance(options, Mapping):
             raise RequestError(
@@ -317,7 +317,7 @@ def _bias(value: object) -> dict[int, float] | None:
 def _bias_key(key: object) -> object:
     """A key of a decoded JSON object as a token id, if it is one."""
     if isinstance(key, str) and key.isdecimal():
-        # More digits than Python converts are no token id either.
+        # A number with more digits than Python converts is not a token id either.
         with contextlib.suppress(ValueError):
             return int(key)
     return key

@@ -1,4 +1,4 @@
-"""Who was accepted, refused and ended, with which numbers: counted, logged and traced."""
+"""Counts, logs and traces requests that are accepted, refused or ended."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Answer(Protocol):
 
 
 class RequestAccounts:
-    """Keeps account of requests from submission to end. No text goes through here.
+    """Keeps account of requests from submission to end. Sees no text.
 
     Attributes:
-        recorder: is told of their ends, if there is one.
+        recorder: trace recorder that is notified when requests end; None if nothing is traced.
     """
 
     def __init__(self) -> None:
@@ -134,6 +134,6 @@ class RequestAccounts:
         return ended
 
     def fill(self, stats: EngineStats) -> EngineStats:
-        """Add what is counted here to a snapshot."""
+        """Add the counters kept here to a snapshot."""
         vars(stats).update(vars(self._counters))
         return stats

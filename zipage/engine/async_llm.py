@@ -21,7 +21,7 @@ from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-#: Longest wait for a step that runs when an `AsyncLLM` is dropped or the program ends.
+#: Longest wait for a running step when an `AsyncLLM` is dropped or the program ends.
 _JOIN_SECONDS = 10.0
 
 #: Unread outputs kept for a slow reader.
@@ -78,7 +78,7 @@ class AsyncLLM(EngineClient):
         loop = self._loop
         accepted = False
         if getattr(params, "structured_outputs", None) is not None:
-            # On a thread of its own: the engine's goes on. What is refused is reported by `submit`.
+            # On another thread, so that the engine's goes on. `submit` reports what is refused.
             with contextlib.suppress(RequestError, ModelError):
                 await asyncio.to_thread(loop.engine.inputs.prepare, params)
 
@@ -118,7 +118,7 @@ class AsyncLLM(EngineClient):
         loop.commands.put(command)
 
     def stats(self) -> EngineStats:
-        """Counters, gauges and what happened in the last step, as of then."""
+        """Counters, gauges and what happened in the last step, as of the end of that step."""
         return self._loop.stats
 
     @property
@@ -169,11 +169,11 @@ class _EngineLoop:
 
     Attributes:
         engine: touched by this thread only.
-        commands: called in order between two steps; None is the last one.
+        commands: called in order between two steps; None ends the loop.
         listeners: by request id.
         stats: as of the last step or command.
         num_queued: waiting answers after the last step.
-        error: what stopped the engine before its time.
+        error: the failure that stopped the engine, if one did.
     """
 
     def __init__(self, engine: LLMEngine, step_listeners: StepListeners) -> None:
@@ -205,7 +205,7 @@ class _EngineLoop:
             logger.critical("the engine thread ended", exc_info=error)
             self.error = error
             self.engine.kill(error)
-            # Reporting may be what failed: whoever gets no last output is told below.
+            # Reporting may be what failed: streams without a last output get the error below.
             with contextlib.suppress(Exception):
                 for output in self.engine.fail_all(error.__cause__ or error):
                     self.deliver(output)
@@ -244,7 +244,7 @@ class _EngineLoop:
                     command()
 
     def deliver(self, output: RequestOutput) -> None:
-        """Hand an output to whoever waits for it."""
+        """Hand an output to the stream of its request."""
         listener = self.listeners.get(output.request_id)
         if listener is not None:
             if output.finished:
@@ -254,7 +254,7 @@ class _EngineLoop:
 
 
 def _dead(error: BaseException) -> EngineDeadError:
-    """What callers are told of what stopped the engine."""
+    """The error that callers get after `error` stopped the engine."""
     if isinstance(error, EngineDeadError):
         return EngineDeadError(str(error))
     return EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
@@ -262,6 +262,6 @@ def _dead(error: BaseException) -> EngineDeadError:
 
 def _dismiss(loop: _EngineLoop, thread: threading.Thread) -> None:
     loop.commands.put(None)
-    # Torch must not be torn down under a step that runs.
+    # Torch must not be torn down while a step runs.
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Frames over a socket between two processes: a length of four bytes, then so many bytes."""
+"""Frames over a socket between two processes: a four-byte length, then that many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_copies() -> None:
-    """In a fork: held open there, an end would outlive its owner, and the other one wait for it."""
+    """In a fork: an end held open there would outlive its owner, and its peer would wait for it."""
     for end in list(_open):
         end.close()
 
@@ -28,7 +28,7 @@ class Channel:
     """One end of a stream socket. Any thread may send, one receives. It is closed in forks.
 
     Args:
-        end: a connected stream socket, which the channel owns from then on.
+        end: a connected stream socket, which the channel takes over.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -44,13 +44,13 @@ class Channel:
         """Send a frame, waiting for room.
 
         Raises:
-            OSError: nobody is there to receive it.
+            OSError: the other end is closed.
         """
         with self._sending:
             self._socket.sendall(_HEADER.pack(len(frame)) + frame)
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """The next frame; None if it is not complete after `timeout` seconds without a byte.
+        """The next frame; None if `timeout` seconds pass without a byte before it is complete.
 
         Raises:
             EOFError: the other end is closed.
@@ -81,7 +81,7 @@ class Channel:
         return frame
 
     def close(self) -> None:
-        """Close this end; who waits in `receive` at the other one gets EOFError."""
+        """Close this end; `receive` at the other end raises EOFError."""
         with contextlib.suppress(OSError):  # the other end may be closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

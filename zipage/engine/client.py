@@ -1,5 +1,5 @@
-"""What a server needs of an engine, and what the engine on a thread and the one in a process share:
-streams of outputs, the limit of the queue, timeouts, the end.
+"""The interface a server needs from an engine, and what the engine on a thread and the one in a
+process share: output streams, the queue limit, timeouts, shutdown.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at whether something has come to its end.
+#: Seconds between two polls for the end of something.
 _POLL = 0.05
 
 
 class AsyncOutputStream:
     """Outputs of one request on their way to the coroutine that reads them.
 
-    Outputs say all that was generated so far, so that the oldest unread one can be dropped when
-    there are `capacity` of them: a reader that is slow, or never comes, costs no memory and holds
-    nobody up.
+    Each output holds everything generated so far, so the oldest unread one can be dropped when
+    there are `capacity` of them: memory stays bounded, and a slow or absent reader holds nobody up.
 
     Args:
         capacity: most unread outputs.
         answers: how many answers the request asks for.
-        live: the streams whose request has not ended, of which this is one until it ends.
+        live: the streams whose request has not ended; this one is a member until its request ends.
     """
 
     def __init__(self, capacity: int, answers: int, live: set[AsyncOutputStream]) -> None:
@@ -58,13 +57,13 @@ class AsyncOutputStream:
         live.add(self)
 
     def put(self, output: RequestOutput) -> None:
-        """Take an output. For any thread; the reader is told by `wake`."""
+        """Take an output, from any thread. `wake` notifies the reader."""
         self._outputs.append(output)
         if output.finished:
             self._live.discard(self)
 
     def fail(self, error: BaseException) -> None:
-        """Let the reader have an error instead of any further output. For any thread, as `put`."""
+        """Give the reader an error instead of further outputs. From any thread, like `put`."""
         self._error = error
         self._live.discard(self)
 
@@ -89,7 +88,7 @@ class AsyncOutputStream:
 
 
 def wake(streams: Iterable[AsyncOutputStream]) -> None:
-    """Tell the readers of streams that something is there. For any thread."""
+    """Notify the readers of streams of new outputs. From any thread."""
     by_loop: dict[asyncio.AbstractEventLoop, list[AsyncOutputStream]] = {}
     for stream in streams:
         by_loop.setdefault(stream._loop, []).append(stream)
@@ -114,12 +113,12 @@ class StepListeners:
         return bool(self._listeners)
 
     def add(self, listener: Callable[[EngineStats], None]) -> Callable[[], None]:
-        """Tell `listener` of every step from now on; returns what ends that."""
+        """Call `listener` after every step from now on; returns a function that removes it."""
         self._listeners.append(listener)
         return lambda: self._remove(listener)
 
     def tell(self, stats: EngineStats) -> None:
-        """Tell all of a step."""
+        """Call all listeners after a step."""
         for listener in list(self._listeners):
             try:
                 listener(stats)
@@ -133,15 +132,15 @@ class StepListeners:
 
 
 class EngineClient(ABC):
-    """An engine for asyncio programs: `AsyncLLM` or `EngineProcessClient`. What a server is
-    written against. Methods may be called from any event loop and thread.
+    """An engine for asyncio programs, `AsyncLLM` or `EngineProcessClient`: the interface the server
+    uses. Methods may be called from any event loop and thread.
 
     Args:
         config: the engine's options.
-        max_queued_requests: refuse a request while so many answers wait for blocks or for their
-            turn, or when so many more than `max_num_seqs` are under way; None for no limit.
+        max_queued_requests: refuse a request while this many answers wait for blocks or for their
+            turn, or while this many more than `max_num_seqs` are in flight; None for no limit.
         on_step: called after every step, see `listen`.
-        unread: most outputs kept for a reader that is slow.
+        unread: most outputs kept for a slow reader.
 
     Attributes:
         queue_refusals: requests refused because too many waited.
@@ -169,8 +168,8 @@ class EngineClient(ABC):
             self._listeners.add(on_step)
 
     def listen(self, on_step: Callable[[EngineStats], None]) -> Callable[[], None]:
-        """Call a function for every step from now on, as the `on_step` of the constructors;
-        returns what ends that."""
+        """Call a function after every step from now on, like the `on_step` of the constructors;
+        returns a function that removes it."""
         return self._listeners.add(on_step)
 
     async def generate(
@@ -201,13 +200,13 @@ class EngineClient(ABC):
         Raises:
             RequestError: the request is refused.
             EngineOverloadedError: too many requests wait, see `max_queued_requests`.
-            RequestTimeoutError: `timeout` is over.
+            RequestTimeoutError: the request took longer than `timeout`.
             EngineDeadError: the engine failed or was shut down, or this is a fork of its process.
         """
         if os.getpid() != self._pid:  # its threads are not here, and nobody would answer
             raise EngineDeadError(
                 f"the engine belongs to process {self._pid}, of which this one is a fork: make "
-                "another engine here"
+                "another engine in this process"
             )
         params = sampling_params
         if params is None:
@@ -252,7 +251,7 @@ class EngineClient(ABC):
         if most is None:
             return
         live = sum(stream.answers for stream in list(self._live))
-        # The last step is the latest news of who waits; those who came since may run at once.
+        # Known as of the last step; requests submitted since may run at once.
         waiting = min(self._num_queued, live)
         if waiting >= most or live + answers > self.config.max_num_seqs + most:
             self.queue_refusals += 1
@@ -270,7 +269,7 @@ class EngineClient(ABC):
             raise EngineDeadError("the engine is not running")
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine has failed for good; returns why. For a server that exits then."""
+        """Wait until the engine has failed for good; returns why. Lets a server exit then."""
         while (error := self._death) is None or not self._is_final:
             await asyncio.sleep(_POLL)
         return error
@@ -279,7 +278,7 @@ class EngineClient(ABC):
         """Refuse new requests, let the running ones finish, and stop.
 
         Args:
-            timeout: seconds after which those that still run are aborted; None for no limit.
+            timeout: seconds after which requests still running are aborted; None for no limit.
         """
         self._draining = True
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -287,7 +286,7 @@ class EngineClient(ABC):
             await asyncio.sleep(_POLL)
         await asyncio.to_thread(self.shutdown)
 
-    # ------------------------------------------------------------------ of the engine behind it
+    # ------------------------------------------------------------------ the engine behind it
 
     @property
     @abstractmethod
@@ -319,7 +318,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Counters, gauges and what happened in the last step, as of then."""
+        """Counters, gauges and what happened in the last step, as of the end of that step."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -336,7 +335,8 @@ class EngineClient(ABC):
         stream: AsyncOutputStream,
         final_only: bool,
     ) -> Callable[[], None]:
-        """Queue a request whose outputs go to `stream`; returns what withdraws it, if it runs."""
+        """Queue a request whose outputs go to `stream`; returns a function that aborts it if it
+        has not ended."""
 
     @property
     @abstractmethod

@@ -58,21 +58,21 @@ class EngineCore:
         asynchronous = config.compresses_beside(self.runner.device.type)
         self._asynchronous = asynchronous
         model = self.runner.model_config
-        #: Whoever has loaded the tokenizer already puts a compiler with it in this one's place.
+        #: Replaced by a compiler that shares the tokenizer where one is loaded already.
         self.grammars = GrammarCompiler(self._load_tokenizer, model.vocab_size, model.eos_token_ids)
         self._executor = make_executor(self._compress, asynchronous, self.runner.device)
         self._stats = EngineStats()
         ahead = config.schedules_ahead(self.runner.device.type)
         self._steps = StepRunner(self.runner, self.scheduler, self._stats, ahead)
-        #: Told of every step, if somebody wants to see them.
+        #: Notified of every step while a trace is recorded.
         self.recorder: TraceRecorder | None = None
-        #: The answers whose end was not reported yet, by sequence id.
+        #: Answers whose end has not been reported yet, by sequence id.
         self._requests: dict[str, Request] = {}
-        #: What the running step did so far; an interrupted one leaves it to the next.
+        #: Updates of the running step so far; an interrupted step leaves them to the next.
         self._updates: list[TokenUpdate] = []
 
     def model_info(self) -> ModelInfo:
-        """What callers need to know of the model and the pool."""
+        """What callers need to know about the model and the pool."""
         runner, tokenizer = self.runner, self.config.tokenizer
         if tokenizer is None and runner.model_path is not None:
             tokenizer = str(runner.model_path)
@@ -91,7 +91,7 @@ class EngineCore:
         """Queue the answers of a request. After an exception some may be queued: abort them.
 
         Raises:
-            RequestError: it could never run, see `Scheduler.add`.
+            RequestError: the request could never run, see `Scheduler.add`.
         """
         for index, sequence_id in enumerate(request.sequence_ids):
             sequence = self._make_sequence(request, index)
@@ -172,10 +172,10 @@ class EngineCore:
     # ------------------------------------------------------------------ the step
 
     def step(self) -> list[TokenUpdate]:
-        """One engine step; returns what became of the requests it touched.
+        """One engine step; returns updates of the requests it touched.
 
         A failure of a compression, a swap or the forward pass ends the requests it touched with
-        finish reason ``error``; the others are not disturbed.
+        finish reason ``error``; the others are not affected.
         """
         with current_device(self.runner.device):
             return self._run_step()
@@ -348,12 +348,12 @@ class EngineCore:
         """Abort everything; release the compression thread, weights and KV pool.
 
         Args:
-            failed: a step raised, so that the bookkeeping may be broken and is left alone.
+            failed: a step raised, so the bookkeeping may be broken and is left alone.
         """
         try:
             self._release(failed)
         except Exception as error:
-            # A device that is lost refuses this as well; the step that lost it has said so.
+            # A lost device refuses this too; the step that lost it has reported that already.
             if not (failed and is_beyond_repair(error)):
                 raise
 

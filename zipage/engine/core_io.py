@@ -1,4 +1,4 @@
-"""What goes into the engine core and what comes out: token ids and numbers, no text, no tensors."""
+"""Input and output of the engine core: token ids and numbers, no text, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zipage.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class ModelInfo:
-    """What has to be known of the engine to check a request and to make text of its answer.
+    """What must be known about the engine to check a request and to decode its answer.
 
     Attributes:
         max_model_len: most tokens of prompt and answer.
@@ -36,16 +36,16 @@ class EngineRequest:
     """A checked request.
 
     Attributes:
-        request_id: what the caller calls it; free again once the request has ended.
-        sequence_ids: one for each of its `n` answers, unique for ever.
+        request_id: the caller's id; may be reused once the request has ended.
+        sequence_ids: one for each of its `n` answers, never reused.
         prompt_token_ids: the prompt, not empty, all in the vocabulary.
         params: how to sample.
         max_tokens: most tokens to generate, resolved against the model's length.
         max_blocks: N_max, most blocks owned once compressed; None for full KV.
         priority: lower runs earlier.
         cache_salt: requests share prefix-cache blocks only with requests of equal salt.
-        stream: whether updates with tokens bring the metrics so far.
-        arrival_time: of `time.perf_counter`, whose clock all processes of a Linux machine share.
+        stream: whether updates with tokens include the metrics so far.
+        arrival_time: `time.perf_counter` at submission; Linux processes share that clock.
     """
 
     request_id: str
@@ -64,11 +64,11 @@ class EngineRequest:
 class TokenUpdate:
     """What one step did to one answer.
 
-    `prompt_logprobs` are those of the next prompt tokens, if they were asked for; such an update
-    may come without a token, and so may one with `kv_stats`, what compressions kept since the
-    update before. `finish_reason` is None while it goes on, else ``stop``, ``length`` or
-    ``error``; `stop_reason` is the stop token id that ended it, if one of the caller's did.
-    `metrics` come with the end, and with every token if the request streams.
+    `prompt_logprobs` are those of the next prompt tokens, if requested; `kv_stats` says what
+    compressions kept since the previous update. An update with either may come without a token.
+    `finish_reason` is None while the answer runs, else ``stop``, ``length`` or ``error``;
+    `stop_reason` is the stop token id of the caller's that ended it, if one did. `metrics` come
+    with the end, and with every token if the request streams.
     """
 
     sequence_id: str

@@ -1,9 +1,9 @@
-"""Turning generated token ids into text, all at once or while they come.
+"""Turning generated token ids into text, all at once or incrementally.
 
 Both ways run the same decoder over the same tokens, so a stream always adds up to the final text.
-Text is what the tokens add after the prompt: it keeps the space of a first word such as
-``▁Paris``, as vLLM does, and ignores ``clean_up_tokenization_spaces``. It equals
-``tokenizer.decode`` of all tokens, less that of the prompt, wherever the tokens are valid UTF-8.
+The text is what the tokens add after the prompt: it keeps the leading space of a first word such
+as ``▁Paris``, as vLLM does, and ignores ``clean_up_tokenization_spaces``. It equals
+``tokenizer.decode`` of all tokens minus that of the prompt, wherever the tokens are valid UTF-8.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MAX_PENDING_TOKENS = 16
 
 
 class IncrementalDetokenizer:
-    """Text of one completion while its tokens come.
+    """Text of one completion, token by token.
 
-    An incomplete character is held back until it is complete, and text that may become a stop
-    string until it cannot. How tokens are grouped into calls makes no difference.
+    An incomplete character is held back until it is complete, and a possible beginning of a stop
+    string until it is known not to be one. How tokens are grouped into calls makes no difference.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -88,7 +88,7 @@ class IncrementalDetokenizer:
         return self._emit(emitted)
 
     def finish(self) -> str:
-        """Returns what was held back; a character that stayed incomplete as U+FFFD."""
+        """Returns the text held back; a character that stayed incomplete becomes U+FFFD."""
         if self.stopped is not None:
             return ""
         rest = self._stream.flush()
@@ -149,13 +149,13 @@ def _hidden_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> f
 
 
 class _Stream(Protocol):
-    """A decoder that remembers where it is."""
+    """A decoder that keeps its position."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Takes tokens and returns the complete characters they add."""
 
     def flush(self) -> str:
-        """Ends the text and returns what was incomplete."""
+        """Ends the text and returns the incomplete rest."""
 
 
 def _stream(
@@ -221,7 +221,7 @@ class _WindowStream:
         self._window.append(token_id)
         text = self._decode_window()
         pending = len(self._window) - self._known_tokens
-        # Tokens that never make a valid character would otherwise be held for ever.
+        # Tokens that never form a valid character would otherwise be held forever.
         if text.endswith(REPLACEMENT) and pending < _MAX_PENDING_TOKENS:
             return ""
         added = self._difference(text)
@@ -237,7 +237,7 @@ class _WindowStream:
     def _difference(self, text: str) -> str:
         if text.startswith(self._known_text):
             return text[len(self._known_text) :]
-        # The prompt ended within a character, shown as U+FFFD until it was completed.
+        # The prompt ended inside a character, shown as U+FFFD until it was completed.
         same = 0
         for old, new in zip(self._known_text, text, strict=False):
             if old != new:

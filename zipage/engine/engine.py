@@ -133,7 +133,7 @@ class LLMEngine:
 
     @contextlib.contextmanager
     def _stopping_on_failure(self) -> Iterator[None]:
-        """What goes wrong here may have left the bookkeeping broken: nothing may go on."""
+        """Declare the engine dead after any exception, which may leave the bookkeeping broken."""
         try:
             yield
         except Exception as error:
@@ -150,7 +150,7 @@ class LLMEngine:
         engine has failed (see `fail_all`).
 
         Raises:
-            EngineDeadError: the engine failed over it, see `step`.
+            EngineDeadError: the engine failed while aborting, see `step`.
         """
         if self._dead is not None:
             return None
@@ -195,5 +195,5 @@ class LLMEngine:
         self._accounts.recorder = self.core.recorder = recorder
 
     def stop_trace(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self._accounts.recorder = self.core.recorder = None

@@ -34,7 +34,7 @@ from zipage.observe.logs import logging_in_use
 
 logger = logging.getLogger(__name__)
 
-#: The paths of the parent are in PYTHONPATH; the working directory is not one of them.
+#: PYTHONPATH holds the parent's paths; the working directory must not be added to them.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from zipage.engine.engine_worker import main; main()"
@@ -43,7 +43,7 @@ _PROGRAM = (
 _HEARTBEAT = 1.0
 #: Seconds between two reports of statistics while steps run.
 _STATS_INTERVAL = 0.1
-#: Longest wait for the process to exit by itself when it is told to.
+#: Longest wait for the process to exit after being told to.
 _EXIT_SECONDS = 10.0
 
 
@@ -54,17 +54,16 @@ class DiedWhileStarting(EngineDeadError):
 class EngineProcess:
     """A child process that runs the engine core.
 
-    A fresh interpreter, not a fork, in a session of its own, so that a terminal's Ctrl-C does not
-    reach it; connected by a socket pair made before, so that there are neither ports nor names.
-    It exits by itself when the other end of its socket is closed, by `stop` or by the parent's
-    own end, whatever that was.
+    It is a fresh interpreter, not a fork, in its own session, so that a terminal's Ctrl-C does not
+    reach it. It inherits one end of a socket pair, so no ports or names are needed. It exits when
+    the other end is closed: by `stop`, or because the parent ended in any way.
 
     Args:
         config: the engine's options.
-        on_message: called on the receiving thread with every message that is none of the ones
-            this class uses for itself.
-        on_death: called once with what ended the process, unless it was `stop`.
-        is_abandoned: asked while the process starts; once it says so, the start is given up.
+        on_message: called on the receiving thread with every message that this class does not
+            handle itself.
+        on_death: called once with the cause when the process ends other than by `stop`.
+        is_abandoned: polled while the process starts; once it returns True, the start is given up.
         start_timeout: seconds that the start may take.
         heartbeat_timeout: seconds without an answer after which the process counts as dead.
         step_timeout: seconds a step may take before the process counts as dead.
@@ -126,11 +125,11 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Send a message; one to a process that has ended is lost."""
+        """Send a message; it is lost if the process has ended."""
         self._outbox.put(encode(message))
 
     def stop(self) -> None:
-        """Tell the process to end, and see to it that it does."""
+        """Tell the process to end; kill it if it does not."""
         self._stopping = True
         self.send(Shutdown())
         self._outbox.put(None)
@@ -143,7 +142,7 @@ class EngineProcess:
     # ------------------------------------------------------------------ start and end
 
     def _start(self, start: bytes, timeout: float, is_abandoned: Callable[[], bool]) -> ModelInfo:
-        left = timeout  # not by the clock, as `_receive_until_end`
+        left = timeout  # not by the clock, as in `_receive_until_end`
         try:
             self._channel.send(start)
             while (frame := self._channel.receive(min(left, _HEARTBEAT))) is None:
@@ -182,7 +181,7 @@ class EngineProcess:
 
     def _kill(self) -> None:
         if self._process.poll() is None:
-            # With what it has started, a compiler, say: its session is its own.
+            # Together with its children, such as a compiler: it leads its own session.
             with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -193,7 +192,7 @@ class EngineProcess:
             try:
                 self._channel.send(frame)
             except OSError:
-                return  # the receiving thread notices too
+                return  # the receiving thread notices this too
 
     def _receive(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The engine process: an `EngineCore` that is told what to do by messages."""
+"""The engine process: an `EngineCore` controlled by messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineWorker:
     outlives its parent.
 
     Args:
-        channel: to the parent.
+        channel: connection to the parent.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -73,7 +73,7 @@ class EngineWorker:
                 if self._core.has_unfinished:
                     self._step()
         except BaseException as error:
-            if not isinstance(error, ZipageError):  # what the user did wrong, the parent says
+            if not isinstance(error, ZipageError):  # the parent reports user mistakes
                 logger.critical("the engine process stops", exc_info=error)
             self._send(Failure(type(error).__name__, str(error)))
             return 1
@@ -106,7 +106,7 @@ class EngineWorker:
             os._exit(1)
 
     def _prepare(self, request: EngineRequest) -> None:
-        """Compile what the answer must look like here, not between two steps."""
+        """Compile the answer's form on this thread, not between two steps."""
         form = request.params.structured_outputs
         if form is not None:
             with contextlib.suppress(ZipageError):  # reported by `_submit`
@@ -173,8 +173,8 @@ class EngineWorker:
 
 def main() -> None:
     """Run the engine process; the only argument is the descriptor of its socket."""
-    # A terminal's Ctrl-C and a service manager's SIGTERM are for the parent, which says when to
-    # stop, perhaps after the running requests.
+    # Ctrl-C and a service manager's SIGTERM are for the parent, which says when to stop, perhaps
+    # after the running requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     status = EngineWorker(Channel(socket.socket(fileno=int(sys.argv[1])))).run()

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a checked `EngineRequest`: prompts, budgets, lengths."""
+"""Turns a caller's request into a checked `EngineRequest`: prompts, budgets, lengths."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class InputProcessor:
-    """Checks requests and turns prompts into token ids. Keeps no account of requests.
+    """Checks requests and turns prompts into token ids. Does not track requests.
 
     Args:
         config: the engine's options.
         model: the engine's model.
-        accounts: is told of requests that are refused.
+        accounts: records refused requests.
 
     Attributes:
-        grammars: forms of answers for this tokenizer.
+        grammars: compiles the forms of answers for this tokenizer.
     """
 
     def __init__(self, config: EngineConfig, model: ModelInfo, accounts: RequestAccounts) -> None:
@@ -45,8 +45,8 @@ class InputProcessor:
         )
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile what the answer must look like, so that checking the request need not. May be
-        called from any thread.
+        """Compile the answer's form in advance, so that checking the request is fast. May be called
+        from any thread.
 
         Raises:
             RequestError: the form is not legal.
@@ -80,19 +80,19 @@ class InputProcessor:
         stream: bool = False,
         live: Container[str] = (),
     ) -> tuple[EngineRequest, str | None]:
-        """Check a request; returns it and its prompt's text, if it was given as text.
+        """Check a request; returns it and the prompt's text, None if token ids were given.
 
         Args:
             prompt: text or token ids.
             params: how to sample, `kv_budget` and `compression` included.
-            request_id: of the request; one that is not in `live` is made up for None.
+            request_id: the caller's id; None makes up one that is not in `live`.
             priority: lower runs earlier.
             cache_salt: requests share prefix-cache blocks only with requests of equal salt.
             stream: whether its outputs are read while it runs.
             live: ids in use.
 
         Raises:
-            RequestError: something is wrong with it.
+            RequestError: the request is not legal.
         """
         try:
             text, token_ids = self._resolve_prompt(prompt)
@@ -138,7 +138,7 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}"
             )
         if params.detokenize:
-            _ = self.tokenizer  # without one refused here, not when its answer is decoded
+            _ = self.tokenizer  # fails here if there is none, not when the answer is decoded
         params.verify(self.model.vocab_size)
         self.prepare(params)
         max_blocks = self._resolve_budget(params)
@@ -146,7 +146,7 @@ class InputProcessor:
         serial = next(self._serial)
         return EngineRequest(
             request_id=request_id,
-            # Unique for ever, unlike the caller's id, which is free again once the request ended.
+            # Never reused, unlike the caller's id, which is free again once the request has ended.
             sequence_ids=[f"{request_id}#{index}@{serial}" for index in range(params.n)],
             prompt_token_ids=token_ids,
             params=params,
@@ -245,7 +245,7 @@ class InputProcessor:
 
 
 def _token_id(token: Any) -> int:
-    """An integer of any library as a plain one."""
+    """An integer of any library as an int."""
     if isinstance(token, bool) or not isinstance(token, numbers.Integral):
         raise RequestError(f"prompt_token_ids holds {shown(token)}, which is not an integer")
     return int(token)

@@ -13,9 +13,8 @@ from types import FrameType
 def deferred_interrupt() -> Iterator[None]:
     """While active, the first SIGINT is held back, and raises KeyboardInterrupt at the end.
 
-    So an interrupt never leaves a step half done. The second SIGINT is not held back. Nothing
-    changes outside the main thread, which signals don't reach, and where the program handles
-    SIGINT itself.
+    So an interrupt never leaves a step half done. A second SIGINT is not held back. Has no effect
+    outside the main thread, where signals are not handled, or if the program handles SIGINT itself.
     """
     if (
         threading.current_thread() is not threading.main_thread()

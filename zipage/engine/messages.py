@@ -1,7 +1,7 @@
 """The messages between the engine process and its client: msgspec Structs in MessagePack.
 
-A message is an array whose first element names its type. Prompts go in as token ids and answers
-come out as token ids; text and stop strings never travel.
+A message is an array whose first element names its type. Prompts and answers are sent as token ids;
+text and stop strings are never sent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Start(_Struct):
 
     Attributes:
         config: the engine's options.
-        log_level: of the package's log, see `configure_logging`; None configures nothing.
-        log_format: of the same.
+        log_level: level of the package's log, see `configure_logging`; None configures nothing.
+        log_format: format of the package's log.
         stats_interval: seconds between two reports of statistics while steps run.
     """
 
@@ -52,11 +52,11 @@ class Abort(_Struct):
 
 
 class Ping(_Struct):
-    """Answered at once by a `Pong`, also while a step runs."""
+    """Answered at once by a `Pong`, even while a step runs."""
 
 
 class Shutdown(_Struct):
-    """End everything and exit. Nothing is answered any more."""
+    """End everything and exit. No message is answered after this one."""
 
 
 # ------------------------------------------------------------------ from the engine
@@ -69,7 +69,7 @@ class Ready(_Struct):
 
 
 class Failure(_Struct):
-    """The engine could not be started, or stopped; the process exits.
+    """The engine could not start, or it stopped; the process exits.
 
     Attributes:
         kind: class of the exception.
@@ -81,10 +81,10 @@ class Failure(_Struct):
 
 
 class Reply(_Struct):
-    """What became of a submission.
+    """The result of a submission.
 
     Attributes:
-        sequence_id: of the request's first answer.
+        sequence_id: id of the request's first answer.
         kind: class of the exception that refused it; None if it was queued.
         message: the exception's text.
     """
@@ -98,11 +98,11 @@ class StepReport(_Struct):
     """What a step did, for all requests together.
 
     Attributes:
-        updates: of the answers it touched.
+        updates: updates of the answers it touched.
         queued: answers that wait for blocks or for their turn after it.
         stats: a snapshot, at most every `Start.stats_interval` seconds and when the engine becomes
-            idle.
-        steps: with `stats`, the steps since the snapshot before.
+            idle; None in between.
+        steps: with `stats`, the steps since the previous snapshot.
     """
 
     updates: list[TokenUpdate]
@@ -112,7 +112,7 @@ class StepReport(_Struct):
 
 
 class Pong(_Struct):
-    """The engine process lives.
+    """The engine process is alive.
 
     Attributes:
         step_seconds: how long the running step has taken so far; 0 between steps.
@@ -126,7 +126,7 @@ FromEngine = Ready | Failure | Reply | StepReport | Pong
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec does not know: paths, and subclasses of `str` and `int` (NumPy's, say)."""
+    """Converts types msgspec does not know: paths, and subclasses of `str` and `int` (NumPy's)."""
     if isinstance(value, str):
         return str.__str__(value)
     return int(value) if isinstance(value, int) else os.fspath(value)
@@ -143,18 +143,18 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """A message the engine was sent.
+    """Decode a message sent to the engine.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: `data` is not such a message.
     """
     return _to_engine.decode(data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
-    """A message the engine sent.
+    """Decode a message sent by the engine.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: `data` is not such a message.
     """
     return _from_engine.decode(data)

@@ -1,4 +1,4 @@
-"""From token updates to what callers read: text, stop strings, log-probabilities, `n` answers."""
+"""Turns token updates into outputs: text, stop strings, log-probabilities, `n` answers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class _Answer:
     """One of the `n` answers of a request.
 
-    `detokenizer` is there when somebody reads the text as it is generated, or a stop string has
-    to be found; otherwise the text is decoded once at the end.
+    `detokenizer` is set if the text is read while it is generated, or a stop string has to be
+    found; otherwise the text is decoded once at the end.
     """
 
     sequence_id: str
@@ -69,14 +69,14 @@ class _Group:
 
 
 class OutputProcessor:
-    """Makes the outputs of requests. Knows the engine only by its updates. Not thread-safe.
+    """Makes the outputs of requests. Knows the engine only through its updates. Not thread-safe.
 
     Args:
         get_tokenizer: returns the tokenizer.
         eos_token_ids: end-of-sequence tokens of the model.
-        accounts: is told of every answer that ends.
+        accounts: records every answer that ends.
         stop: called with the sequence id of an answer that ends here, by a stop string, a failure
-            or an abort, for the core to end it too; may return the answer's metrics.
+            or an abort, so that the core ends it too; may return the answer's metrics.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class OutputProcessor:
         return self._groups.keys()
 
     def add(self, request: EngineRequest, prompt: str | None) -> None:
-        """Expect updates for a request, whose `prompt` was given as text or not.
+        """Expect updates for a request; `prompt` is its text, None if it was given as token ids.
 
         Raises:
-            RequestError: its id is in use.
+            RequestError: the request's id is in use.
         """
         if request.request_id in self._groups:
             raise RequestError(f"request_id {shown(request.request_id)} is already in use")
@@ -127,7 +127,7 @@ class OutputProcessor:
         self._answers.update((answer.sequence_id, (group, answer)) for answer in answers)
 
     def forget(self, request: EngineRequest) -> bool:
-        """Expect no updates for a request that was not queued after all; False if it has ended."""
+        """Drop a request that was not queued after all; False if it has ended already."""
         group = self._groups.get(request.request_id)
         if group is None or group.request is not request:
             return False
@@ -178,7 +178,7 @@ class OutputProcessor:
         for request_id, group in list(self._groups.items()):
             try:
                 output = self.end(request_id, "error", error)
-            except Exception:  # what broke the engine may be what reports its end
+            except Exception:  # reporting may be what broke the engine
                 message = "no last output can be made for request %s"
                 logger.exception(message, request_id, extra=group.log_fields)
             else:
@@ -250,7 +250,7 @@ class OutputProcessor:
                 answer.text += answer.detokenizer.finish()
                 found = answer.detokenizer.stopped
                 if found is not None and reason in ("stop", "length"):
-                    # Perhaps only now: its end may have waited for a character to be completed.
+                    # Possibly found only now: its end may have waited for an incomplete character.
                     answer.finish_reason, answer.stop_reason = "stop", found
             elif answer.token_ids and request.params.detokenize:
                 answer.text = decode_final(
@@ -309,14 +309,14 @@ class OutputProcessor:
         )
 
     def _metrics(self, group: _Group, answer: _Answer) -> RequestMetrics:
-        # The last update of an answer brought its metrics, but its siblings' may be older.
+        # An answer's last update brings its metrics; those of its siblings may be older.
         if answer.finish_reason is not None or len(group.answers) == 1:
             return answer.metrics
         return _until_now(group, answer)
 
 
 def _until_now(group: _Group, answer: _Answer) -> RequestMetrics:
-    """An answer's metrics as far as they are known, its age that of now."""
+    """An answer's last known metrics, with `e2e_time` as of now."""
     age = time.perf_counter() - group.request.arrival_time
     metrics = answer.metrics
     started = metrics.time_to_first_token is not None

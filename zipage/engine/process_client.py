@@ -1,4 +1,4 @@
-"""Asyncio use of an engine in a process of its own: text is made here, tokens there."""
+"""Asyncio use of an engine in its own process: tokens are made there, text here."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from zipage.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-#: Characters of a prompt from which on it is tokenised on a thread.
+#: Prompts of at least this many characters are tokenised on a thread.
 _LONG_PROMPT = 4096
-#: So many deaths of the engine in so many seconds are too many for another restart.
+#: After this many deaths of the engine within this many seconds it is not restarted again.
 _MAX_DEATHS = 5
 _DEATH_SECONDS = 60.0
 
 
 class EngineProcessClient(EngineClient):
-    """The engine in a process of its own, for asyncio programs. As `AsyncLLM`, but tokenising,
-    stop strings and text do not hold up the engine, and its end does not end this process.
+    """The engine in its own process, for asyncio programs. Like `AsyncLLM`, but tokenising, stop
+    strings and detokenising do not hold up the engine, and a crash of it does not end this process.
 
     All requests of an engine that dies raise EngineDeadError. The process ends with `shutdown`,
-    when the client is garbage-collected, and when this process ends, in whatever way.
+    when the client is garbage-collected, and when this process ends in any way.
 
     Args:
         model: local Hugging Face directory or hub id; None for the embedded zipage-tiny.
-        on_step: called on a thread of the client for every step, some tenths of a second late,
-            with `EngineStats` whose `last_step` says what happened in it; the gauges are those
-            after the last of the steps reported together. It must be quick and must not raise: if
-            it does, that is logged and it is not called again.
+        on_step: called on a thread of the client for every step, up to some tenths of a second
+            late, with `EngineStats` whose `last_step` says what happened in it. Steps are reported
+            in groups; the gauges are those after the last step of a group. It must be quick and
+            must not raise: if it does, that is logged and it is not called again.
         max_queued_requests: see `EngineClient`.
         on_engine_death: ``exit`` (stay dead: see `wait_dead`) or ``restart`` (start a new engine
             process, unless too many die).
-        start_timeout: seconds that the engine may take to start, its model's download included,
-            before it is killed; the same for a restart.
+        start_timeout: seconds that the engine may take to start or restart, including a download
+            of its model, before it is killed.
         heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
         step_timeout: seconds that a step may take before the engine counts as dead.
         **options: any option of `EngineConfig`.
@@ -128,10 +128,10 @@ class EngineProcessClient(EngineClient):
         self._front.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Counters, gauges and what happened in the last step, some tenths of a second late.
+        """Counters, gauges and what happened in the last step, up to some tenths of a second late.
 
-        Counters go on when the engine is restarted; what it did between its last report and its
-        death is not counted.
+        Counters continue across restarts; what an engine did between its last report and its death
+        is not counted.
         """
         return self._front.stats()
 
@@ -188,7 +188,7 @@ class _Front:
         inputs: checks requests and tokenises.
         num_queued: waiting answers after the last step.
         death: why there is no engine; None while there is one, or after `shutdown`.
-        restarting: whether there will be one again.
+        restarting: whether another engine is being started.
     """
 
     def __init__(
@@ -205,12 +205,12 @@ class _Front:
         self._step_listeners = step_listeners
         self._restarts = restarts
         self._timeouts = (start_timeout, heartbeat_timeout, step_timeout)
-        #: Held for whatever touches requests; steps come in on another thread than requests.
+        #: Held while requests are touched; steps and requests arrive on different threads.
         self._lock = threading.RLock()
         self._streams: dict[str, AsyncOutputStream] = {}
         #: Submissions without a reply, by the sequence id of the first answer.
         self._unanswered: dict[str, EngineRequest] = {}
-        #: Answers that ended here, for the engine to end them too.
+        #: Answers that ended here and that the engine has yet to end.
         self._ended: list[str] = []
         self._accounts = RequestAccounts()
         #: Counters of the engines that died.
@@ -229,7 +229,7 @@ class _Front:
             lambda: self.inputs.tokenizer, model.eos_token_ids, self._accounts, self._ended.append
         )
         with contextlib.suppress(ModelError):
-            # Now, not while the first request holds up an event loop.
+            # Built now, so that the first request does not hold up an event loop.
             token_pieces(self.inputs.tokenizer, skip_special_tokens=True)
         self._process.begin()
 
@@ -265,7 +265,7 @@ class _Front:
         """Queue a request."""
         sent = request
         if request.params.stop:
-            # Found here, so that the engine need not know; the metrics must be known by then.
+            # Stop strings are found here, not by the engine; that needs metrics with every token.
             sent = replace(request, params=replace(request.params, stop=None), stream=True)
         with self._lock:
             self.check_alive()
@@ -291,7 +291,7 @@ class _Front:
                 self._send_ended()
 
     def abort(self, request_id: str) -> None:
-        """End a request; its reader is told."""
+        """End a request; its reader gets a last output."""
         with self._lock:
             output = self._outputs.end(request_id, "abort")
             self._send_ended()
@@ -353,7 +353,7 @@ class _Front:
             self._step_listeners.tell(self._accounts.fill(replace(stats, last_step=step)))
 
     def _idle_stats(self) -> EngineStats:
-        """Those of an engine that has done nothing yet."""
+        """Statistics of an engine that has done nothing yet."""
         blocks = self._process.model.num_kv_blocks
         slots = self._config.resolved_query_slots
         stats = EngineStats(blocks_total=blocks, blocks_free=blocks, query_slots_total=slots)
@@ -361,7 +361,7 @@ class _Front:
         return stats
 
     def stats(self) -> EngineStats:
-        """The last statistics, with what is counted here as of now."""
+        """The last reported statistics, with current values of what is counted here."""
         return self._accounts.fill(replace(self._stats))
 
     def _on_death(self, process: EngineProcess, error: EngineDeadError) -> None:
@@ -372,7 +372,7 @@ class _Front:
             self.restarting = self._may_restart()
             self.death = error
             for request in self._unanswered.values():
-                # It ends below: counted as submitted, or more would have ended than began.
+                # It ends below: count it as submitted, or more would end than were submitted.
                 self._accounts.accepted(request, self.inputs.kv_budget_of(request))
             self._outputs.end_all(str(error))
             self._ended.clear()
@@ -409,9 +409,9 @@ class _Front:
                 with self._lock:
                     if self._closed:
                         return
-                    # One that dies while it starts is a death like any other; what it refuses to
-                    # start with, it would refuse again.
-                    failures += 1  # however long each start has taken
+                    # Dying while starting counts as a death like any other; a reported error would
+                    # occur again.
+                    failures += 1  # however long each start took
                     died = isinstance(error, DiedWhileStarting)
                     if died and self._may_restart() and failures < _MAX_DEATHS:
                         logger.critical("%s", error)
@@ -430,7 +430,7 @@ class _Front:
                 self.death, self.restarting = None, False
                 logger.warning("the engine was restarted")
                 return
-        process.begin()  # or nobody would tell it to stop
+        process.begin()  # or it would never be told to stop
         process.stop()
 
     def shutdown(self) -> None:

@@ -12,7 +12,7 @@ from zipage.outputs import RequestMetrics
 #: What `time.perf_counter` counts from, in seconds since the epoch.
 EPOCH = time.time() - time.perf_counter()
 
-#: Stands in `Request.token_ids` for a token that was sampled on the device and not read yet.
+#: Placeholder in `Request.token_ids` for a token sampled on the device and not read yet.
 PENDING_TOKEN = -1
 
 
@@ -40,21 +40,22 @@ class Request:
         bounded_prefill: compress between the chunks of a prompt longer than the budget.
         salt: part of the prefix hash.
         next_prompt_logits: first prompt position whose logits the layer above has yet to read; the
-            tokens from it on are computed even where the prefix cache holds them. None: no more.
+            tokens from there on are computed even if the prefix cache holds them. None if there is
+            no such position.
         report_kept: whether its compressions report the text positions they kept.
-        external_id: what the submitter calls the request it belongs to, for logs.
+        external_id: the submitter's id of the request it belongs to, for logs.
         payload: whatever the layer above attaches; the scheduler does not look at it.
         arrival_index: how many requests were submitted before it.
         token_ids: prompt and generated tokens; the last one may be `PENDING_TOKEN`.
-        num_computed: text tokens whose keys and values were written (some may be evicted since).
+        num_computed: text tokens whose keys and values were written (some may since be evicted).
         length: valid cache slots; equal to `num_computed` until the first compression.
         block_ids: its block table.
-        block_hashes: prefix hashes of its first full blocks, as far as they were needed.
-        table_version: raised whenever `block_ids` changes other than by appending.
+        block_hashes: prefix hashes of its first full blocks, computed as needed.
+        table_version: incremented whenever `block_ids` changes other than by appending.
         row: its row in the runner's block tables; -1 while it is not running.
         query_slot: where its window's queries are stored; None without a lease.
-        num_scored: first cached tokens that have a stored score.
-        aborted: it ends as soon as its compression has.
+        num_scored: number of first cached tokens that have a stored score.
+        aborted: it ends as soon as its compression has ended.
     """
 
     request_id: str
@@ -100,13 +101,13 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
         self.token_ids = list(self.prompt_token_ids)
-        #: Most tokens ever written to the cache: the last generated token is not.
+        #: Most tokens ever written to the cache; the last generated token is never written.
         self.max_written = self.prompt_len + self.max_tokens - 1
         self._capacity = None if self.max_blocks is None else self.max_blocks * self.block_size
         self.trigger = self._trigger()
 
     def _trigger(self) -> int | None:
-        """Cache length at which the next write needs a compression; None if that never comes."""
+        """Cache length at which the next write needs a compression; None if it is never reached."""
         if self._capacity is None:
             return None
         first = not self.compressions and not self.bounded_prefill
@@ -143,7 +144,7 @@ class Request:
     def worst_case_blocks(self) -> int:
         """Most blocks this request ever needs at once.
 
-        During its first compression it may own more for a moment: new target blocks in place of
+        During its first compression it may briefly own more: new target blocks that replace
         shared ones.
         """
         b = self.block_size
@@ -166,8 +167,8 @@ class Request:
         """Times and KV cache events, up to now if it has not ended."""
         arrival, started = self.arrival_time, self.first_scheduled_time
         first, last = self.first_token_time, self.last_token_time
-        # A request that ends by length leaves the scheduler before its last token is known, if
-        # steps are scheduled ahead.
+        # With steps scheduled ahead, a request that ends by length leaves the scheduler before its
+        # last token is known.
         end = max(self.finish_time or time.perf_counter(), last or 0.0)
         rate = 0.0
         if first is not None and end > first and self.num_output_tokens > 1:

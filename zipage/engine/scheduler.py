@@ -7,8 +7,8 @@ The scheduler owns every request between `add` and its end. One engine step is
 3. `schedule`: which requests compute how many tokens;
 4. `update`: the tokens were computed; full blocks become findable.
 
-Order is by (priority, arrival). A request may only take blocks from requests behind it, so the
-first one can always run and every set of requests, each of which fits the pool alone, finishes.
+Requests are ordered by (priority, arrival). A request may only take blocks from requests behind it,
+so the first one can always run, and any set of requests that each fit the pool alone finishes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class SchedulerConfig:
     """Limits of the scheduler; all in blocks, tokens or requests.
 
-    `admission` is ``"bounded"`` (a compressible request starts only when the worst case of all
-    compressible running requests still fits, so that they are practically never preempted) or
+    `admission` is ``"bounded"`` (a compressible request starts only if the worst case of all
+    running compressible requests still fits, so that they are practically never preempted) or
     ``"optimistic"`` (it starts when its known tokens fit).
     """
 
@@ -69,7 +69,7 @@ class ScheduledTokens:
 
 @dataclass
 class StepPlan:
-    """What one forward pass computes. Swaps are carried out before it: out, then in."""
+    """What one forward pass computes. Swaps are carried out before it: first out, then in."""
 
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     swap_outs: list[SwapMove] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never fit the pool, or its id is taken.
+            RequestError: the request can never fit the pool, or its id is in use.
         """
         if request.request_id in self.requests:
             raise RequestError(f"request_id {request.request_id!r} is already in use")
@@ -156,7 +156,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request at any moment; returns it, or None if it is unknown or ended.
 
-        The blocks of a request whose compression is in flight come back when that ends.
+        If its compression is in flight, its blocks are released when that ends.
         """
         request = self.requests.get(request_id)
         if request is None or request.aborted:
@@ -168,7 +168,7 @@ class Scheduler:
         return request
 
     def finish(self, request: Request) -> None:
-        """End a request and give back all it holds."""
+        """End a request and release everything it holds."""
         if request.status is RequestStatus.RUNNING:
             self._leave_running(request)
         elif request.status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
@@ -197,7 +197,7 @@ class Scheduler:
     # ------------------------------------------------------------------ compression
 
     def plan_compressions(self) -> list[CompressionJob]:
-        """Start the compression of every request that is due and for which blocks can be had."""
+        """Start every compression that is due and for which blocks are available."""
         jobs = []
         self._compression_blocked = False
         for request in list(self.running):
@@ -216,7 +216,8 @@ class Scheduler:
         return jobs
 
     def finish_compression(self, request_id: str) -> Request:
-        """A compression ended: the request runs on in its target blocks, the rest is released."""
+        """A compression ended: the request continues in its target blocks, the others are released.
+        """
         job = self.jobs.pop(request_id)
         request = self.requests[request_id]
         self.counters.compressions += 1
@@ -243,15 +244,15 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Choose the tokens of the next forward pass.
 
-        May be empty while compressions run, when one became possible since they were planned, or
-        after a preemption that resolves a stall.
+        The plan may be empty while compressions run, when one has become possible since they were
+        planned, or after a preemption that resolves a stall.
         """
         plan = StepPlan()
         self._blocked = self._compression_blocked
         self._schedule_running(plan)
         if self.running and not plan.scheduled and not self.jobs and not self._can_compress():
-            # Nothing can move and nothing is in flight: the last request makes way, and the next
-            # step tries again. (Nothing is admitted meanwhile, or it would come straight back.)
+            # Nothing can run and nothing is in flight: the last request is preempted, and the next
+            # step tries again. (Nothing is admitted now, or it would come straight back.)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {self.running[0].request_id} is stuck though it runs alone"
@@ -264,8 +265,8 @@ class Scheduler:
         return plan
 
     def _can_compress(self) -> bool:
-        """Whether a request that waits for its compression could start it by now: those that kept
-        it from that may have ended after `plan_compressions`."""
+        """Whether a request that waits for its compression could start it now: those in its way may
+        have ended after `plan_compressions`."""
         return any(
             request.compression_due
             and plan_targets(request, self.pool, headroom=len(self.running)).num_new
@@ -283,7 +284,7 @@ class Scheduler:
         decodes = sum(
             1 for r in self.running if r.num_pending == 1 and r.status is RequestStatus.RUNNING
         )
-        # Decodes come first: a long prompt must not stop the stream of everybody else.
+        # Decodes come first: a long prompt must not stall everybody else's stream.
         prefill_budget = max(budget - decodes, min(budget, self.config.block_size))
         i = 0
         while i < len(self.running) and budget > 0:
@@ -316,7 +317,8 @@ class Scheduler:
         plan.scheduled.append(ScheduledTokens(request, count, count == request.num_pending))
 
     def _grant(self, request: Request, limit: int, may_preempt: bool = True) -> int:
-        """Tokens the request may compute now, its blocks and slot secured; 0 if it must wait."""
+        """Allocate blocks and a slot for up to `limit` tokens; returns how many the request may
+        compute now, 0 if it must wait."""
         count = min(request.num_pending, limit)
         trigger = request.trigger
         if trigger is not None:
@@ -350,10 +352,10 @@ class Scheduler:
     # ------------------------------------------------------------------ preemption
 
     def _make_room(self, request: Request) -> bool:
-        """Preempt somebody behind `request`; False if it must wait instead.
+        """Preempt a request behind `request`; False if it must wait instead.
 
-        A compression in flight that writes to new blocks holds more than its request is counted
-        with, for a moment: its surplus is waited for. That happens once per request, as later
+        A compression in flight that writes to new blocks briefly holds more than was reserved for
+        its request: waiting for that surplus is enough. This happens once per request, as later
         compressions are in place.
         """
         if any(new_blocks(job) for job in self.jobs.values()):
@@ -363,8 +365,8 @@ class Scheduler:
     def _preempt_behind(self, request: Request) -> bool:
         """Free blocks by preempting one request behind `request`; False if there is none.
 
-        Uncompressed ones without a query slot go first, then uncompressed ones with a slot, then
-        compressed ones; in each class the newest.
+        Uncompressed requests without a query slot go first, then uncompressed ones with a slot,
+        then compressed ones; the newest of each class first.
         """
         victim = None
         for candidate in reversed(self.running):
@@ -420,7 +422,7 @@ class Scheduler:
             return
         budget = self._budget_left
         filled = self._blocks_filled(plan.scheduled)
-        i = 0  # requests that wait for a prefix; each keeps a row free for itself
+        i = 0  # requests passed over because they wait for a prefix; each keeps a row reserved
         while i < len(self.waiting) and i < len(self._free_rows) and budget > 0:
             request = self.waiting[i]
             if request.status is RequestStatus.SWAPPED:
@@ -437,7 +439,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.row = self._free_rows.pop()
             bisect.insort(self.running, request, key=lambda r: r.order)
-            # Requests behind this one may already be part of the plan: they keep their blocks.
+            # Requests behind this one may already be in the plan, so they keep their blocks.
             count = self._grant(request, budget, may_preempt=False)
             if count:
                 self._append(plan, request, count)
@@ -449,8 +451,9 @@ class Scheduler:
         """Hashes of the prompt blocks that these items write to, with the order of the first
         request that does so.
 
-        A request behind it that needs such a block next waits for it, rather than to compute and
-        store the same. Not for one that gets no tokens in this step: somebody always goes on.
+        A request behind it that needs such a block next waits for it instead of computing and
+        storing the same. It never waits for a request that gets no tokens in this step, so
+        somebody always makes progress.
         """
         filled: dict[bytes, tuple[int, int]] = {}
         if not self.prefix_cache.enabled:
@@ -471,8 +474,8 @@ class Scheduler:
     def _match(self, request: Request) -> tuple[list[int], bytes]:
         """The cached blocks a request can start from, and the hash of the next one that it could
         share (b"" if there is none)."""
-        # The last known token is always computed, so that there are logits to sample from; and
-        # so are the tokens of the window, so that there are queries to score with.
+        # The last known token is always computed, for logits to sample from, and so are the
+        # tokens of the window, for queries to score with.
         most = request.num_pending - 1
         if request.trigger is not None:
             most = min(most, request.trigger - request.window)
@@ -525,7 +528,7 @@ class Scheduler:
         if not self.running:
             return True
         if request.trigger is None:
-            # It keeps the hits to its end, so that their other owners must replace them.
+            # It keeps the hits until it ends, so their other owners must replace them.
             own = self._reserved(request) - len(hits)
             shared = frozenset(hits)
             growth = sum(self._growth(r, shared) for r in self.running)
@@ -535,7 +538,8 @@ class Scheduler:
         return growth + max(own, needed_now) <= available
 
     def _reserved(self, request: Request) -> int:
-        """Blocks a request is counted with: its worst case if that is bounded by a budget."""
+        """Blocks reserved for a request: its worst case under bounded admission if a budget bounds
+        it, else those of its known tokens and the next one."""
         known = -(-(request.length + request.num_pending + 1) // self.config.block_size)
         known = min(known, request.worst_case_blocks)
         if request.max_blocks is None or self.config.admission != "bounded":
@@ -543,12 +547,12 @@ class Scheduler:
         return request.worst_case_blocks
 
     def _growth(self, request: Request, shared: frozenset[int] = frozenset()) -> int:
-        """Blocks a running request may still take from the pool under that count, if the blocks
-        `shared` had another owner."""
+        """Blocks a running request may still take from the pool within its reservation, if the
+        blocks `shared` had another owner."""
         reserved = self._reserved(request)
         if request.trigger is None:
             return max(0, reserved - len(request.block_ids))
-        # A block with other owners is replaced at the compression, and does not come back.
+        # A block with other owners is replaced at the compression, but not returned to the pool.
         return max(0, reserved - self.pool.num_private(request.block_ids, shared))
 
     # ------------------------------------------------------------------ after the step
@@ -574,7 +578,7 @@ class Scheduler:
 
     @property
     def token_budget_left(self) -> int:
-        """Tokens of prompts that the last plan could have taken on."""
+        """Prompt tokens for which the last plan still had room."""
         return self._budget_left
 
     @property

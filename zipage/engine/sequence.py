@@ -1,4 +1,4 @@
-"""What the core attaches to a scheduled request: how it is sampled and what is reported of it."""
+"""State the core attaches to a scheduled request: its sampling and what is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SequenceState:
     Attributes:
         params: the request's sampling parameters.
         sampling: what the choice of its next token depends on.
-        stream: whether updates with tokens bring the metrics so far.
+        stream: whether updates with tokens include the metrics so far.
         output_token_ids: tokens generated so far.
     """
 

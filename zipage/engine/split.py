@@ -1,4 +1,4 @@
-"""Cutting a step into smaller ones, after it failed."""
+"""Splitting a step that failed into smaller ones."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Part = list[ScheduledTokens]
 
 
 def halve_requests(part: Part) -> tuple[Part, Part]:
-    """The first half of the requests and the others."""
+    """The first half of the requests, and the second."""
     middle = len(part) // 2
     return part[:middle], part[middle:]
 
 
 def halve_tokens(part: Part) -> tuple[Part, Part]:
-    """Two parts of about as many tokens each, to be computed in this order.
+    """Two parts of about equally many tokens, to be computed in this order.
 
-    A request of several tokens may be cut: it computes the first ones in the first part and
-    samples, if it does, after the others in the second, as in chunked prefill.
+    A request of several tokens may be split: it computes its first tokens in the first part and
+    the others in the second, where it samples if it does, as in chunked prefill.
     """
     room = sum(item.num_tokens for item in part) // 2
     first: Part = []

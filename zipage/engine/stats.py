@@ -1,4 +1,4 @@
-"""The engine's numbers: what a metrics exporter, a progress bar or a benchmark reads."""
+"""The engine's numbers, for metrics exporters, progress bars and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FinishedCompletion:
     """One of the `n` answers of a request that ended.
 
     Attributes:
-        request_id: of its request.
+        request_id: id of its request.
         index: which of the `n` answers.
         finish_reason: why it ended.
         prompt_tokens: tokens of the prompt, cached ones included.
@@ -38,8 +38,8 @@ class FinishedCompletion:
 class StepStats:
     """What happened in one engine step. Times are seconds.
 
-    With asynchronous scheduling the tokens computed are those of the step that was queued, the
-    times those of the tokens that became known, which the step before it computed.
+    With asynchronous scheduling, the tokens computed are those of the step just queued; the times
+    are those of the tokens that became known, which the previous step computed.
 
     Attributes:
         index: number of the step, from 1; steps in which nothing could run count too.
@@ -47,11 +47,11 @@ class StepStats:
         num_running: requests computed.
         prefill_tokens: prompt tokens computed, and recomputed ones after a preemption.
         decode_tokens: other tokens computed.
-        first_token_seconds: from submission to the first token, of each completion whose first
-            token became known.
-        inter_token_seconds: since its token before, of each other completion that got a token.
+        first_token_seconds: time from submission to the first token, for each completion whose
+            first token became known.
+        inter_token_seconds: time since the previous token, for each other completion that got one.
         compression_seconds: duration of each compression that ended.
-        finished: completions that ended, those aborted since the step before included.
+        finished: completions that ended, including those aborted since the previous step.
     """
 
     index: int = 0
@@ -72,7 +72,7 @@ class StepStats:
 
 @dataclass
 class EngineStats:
-    """A snapshot: gauges of now and counters since the start. Times are seconds.
+    """A snapshot: current gauges, and counters since the start. Times are seconds.
 
     Attributes:
         running: gauge; requests that own KV blocks. An answer of `n` counts as a request here.
@@ -80,37 +80,37 @@ class EngineStats:
         compressing: gauge; those of `running` whose compression is in flight.
         swapped: gauge; those of `waiting` whose cache lies in host memory.
         blocks_total: gauge; blocks of the KV pool, each of which is owned, cached or free.
-        blocks_owned: gauge; blocks of requests.
+        blocks_owned: gauge; blocks owned by requests.
         blocks_cached: gauge; unowned blocks kept for prefix hits; evicted when blocks run short.
         blocks_free: gauge; blocks that hold nothing.
         query_slots_total: gauge; query slots of the pool.
-        query_slots_in_use: gauge; leased ones.
+        query_slots_in_use: gauge; query slots leased to requests.
         steps: model steps; those that only waited for a compression are left out.
-        prefill_tokens: prompt tokens computed, and recomputed ones after a preemption, not those
-            found in the prefix cache.
+        prefill_tokens: prompt tokens computed, and tokens recomputed after a preemption; without
+            those found in the prefix cache.
         generated_tokens: tokens sampled.
         compressions: finished compressions.
         evicted_tokens: tokens evicted from each layer and KV head.
         preemptions_recompute: requests that lost their blocks, to be computed again.
         preemptions_swap: requests whose cache was moved to host memory.
-        stalls_resolved: preemptions because nothing else could go on.
+        stalls_resolved: preemptions because no request could make progress.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: those of them that were found.
         step_seconds: time in engine steps.
-        forward_seconds: time in model forward passes and sampling; on CUDA the time to queue them
-            is all of it where the step was scheduled ahead.
-        compression_seconds: time in compressions, measured by the device where they run on CUDA
-            beside decoding.
+        forward_seconds: time in model forward passes and sampling; for steps scheduled ahead on
+            CUDA, only the time to queue them.
+        compression_seconds: time in compressions, measured on the device where they run on CUDA
+            concurrently with decoding.
         running_sum: requests computed, summed over the steps.
         blocks_owned_sum: `blocks_owned`, summed over the steps.
         requests_submitted: accepted requests, however many answers each asks for.
         requests_refused: requests refused at submission.
         prompt_tokens: prompt tokens of accepted requests, once for all `n` answers.
-        completions_stop: answers ended by a token or string that stops them.
+        completions_stop: answers ended by a stop token, stop string or end-of-sequence token.
         completions_length: answers ended by ``max_tokens`` or the model's length.
         completions_abort: answers cancelled.
         completions_error: answers that failed.
-        engine_restarts: engine processes that were started in place of one that died.
+        engine_restarts: engine processes started to replace one that died.
         last_step: what happened in the last step.
         memory: what the device's memory is for, planned at start; None on the CPU.
     """
@@ -163,7 +163,7 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the KV pool that requests own, from 0 to 1."""
+        """Fraction of the KV pool that requests own, from 0 to 1."""
         return self.blocks_owned / self.blocks_total if self.blocks_total else 0.0
 
     def completions(self, reason: FinishReason) -> int:
@@ -172,7 +172,7 @@ class EngineStats:
         return count
 
     def add_counters(self, before: EngineStats) -> None:
-        """Go on from the counters of an engine that ended."""
+        """Add the counters of an engine that ended, to continue from them."""
         for name in _COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(before, name))
 

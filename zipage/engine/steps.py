@@ -1,4 +1,4 @@
-"""Carrying out step plans: ahead of the running step, or step by step, in parts after a failure."""
+"""Executing step plans: ahead of the running step or one by one; in parts after a failure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A step that runs on the device; its tokens are `PENDING_TOKEN` in the requests.
+    """A step running on the device; its tokens are `PENDING_TOKEN` in the requests.
 
     Attributes:
-        sample: where its tokens come from.
+        sample: the launched sample that yields its tokens.
         requests: request, row of the sample, and whether the token is its last one by length.
         rows: request id to the request's row when it was launched.
     """
@@ -41,22 +41,22 @@ class _InFlight:
 
 
 class StepRunner:
-    """Runs steps on the model and brings requests up to date.
+    """Runs steps on the model and updates requests.
 
-    With `ahead` a step is queued while the one before it still runs: the tokens of that one stay
-    on the device, where the next step finds them, and are read on the host one step later. A
-    request that ends by length leaves at once, one that ends by its text is computed once more
-    than needed, and the surplus token is dropped. Blocks given back while a step still uses them
-    are safe: whoever gets them writes later in the device's order.
+    With `ahead` a step is queued while the one before it still runs: that step's tokens stay on
+    the device, where the next step finds them, and are read on the host one step later. A request
+    that ends by length leaves at once; one that ends by a stop token is computed once more than
+    needed, and the surplus token is dropped. Blocks released while a step still uses them are
+    safe: their next owner writes to them later in the device's order.
 
     Args:
         runner: the model.
         scheduler: owns the requests.
-        stats: counters to keep.
+        stats: counters to update.
         ahead: queue steps ahead where their requests permit it.
 
     Attributes:
-        numbers: of the current step; an interrupted one leaves them to the next.
+        numbers: numbers of the current step; an interrupted step leaves them to the next.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class StepRunner:
 
     @property
     def has_unread(self) -> bool:
-        """Whether tokens are on the device that somebody waits for."""
+        """Whether the device holds tokens that a request waits for."""
         return bool(self._in_flight and self._in_flight.requests)
 
     def forget(self, request_id: str) -> None:
-        """Drop the token of a request that ends."""
+        """Drop the unread token of a request that ends."""
         if self._in_flight is None:
             return
         for i, (request, _, _) in enumerate(self._in_flight.requests):
@@ -91,8 +91,8 @@ class StepRunner:
     def run(self, plan: StepPlan, updates: list[TokenUpdate]) -> bool:
         """Carry out a plan; False if there was nothing to do.
 
-        Adds what became of the requests to `updates`; of a step that was only queued, with the
-        next call.
+        Appends the results to `updates`; those of a step that was only queued come with the next
+        call.
         """
         if plan.scheduled and self._ahead and self._can_launch(plan):
             self._launch(plan, updates)
@@ -138,8 +138,8 @@ class StepRunner:
         try:
             self._settle(updates)
         except BaseException:
-            # An interrupt, while this waited for the device: the step that was just queued has
-            # no consequences, but it has replaced the tokens on the device.
+            # Interrupted while waiting for the device: the step just queued is without effect, but
+            # it has replaced the tokens on the device.
             _forget_draws(plan.scheduled)
             if self._in_flight is not None:
                 self._in_flight.rows.clear()
@@ -162,8 +162,8 @@ class StepRunner:
         self._in_flight = _InFlight(sample, pending, rows)
 
     def _try_launch(self, plan: StepPlan, updates: list[TokenUpdate]) -> LaunchedSample | None:
-        """Queue the step; None if that failed, without having changed anything: it is then run
-        again with all tokens known, so that it can be cut."""
+        """Queue the step; None if that failed, without side effects: it is then run again with all
+        tokens known, so that it can be split."""
         try:
             return self._runner.launch(plan, lambda: self._settle(updates))
         except BaseException as error:
@@ -172,7 +172,7 @@ class StepRunner:
                 raise
             message = "a step of %d requests could not be queued: %r"
             logger.warning(message, len(plan.scheduled), error)
-        # Here nothing refers to the error, whose frames keep the step's tensors.
+        # Only here is the error unreferenced, whose frames keep the step's tensors alive.
         release_memory(self._runner.device)
         return None
 
@@ -202,7 +202,7 @@ class StepRunner:
         now: float,
         updates: list[TokenUpdate],
     ) -> None:
-        """Put a token of the step in flight in the place of its `PENDING_TOKEN`."""
+        """Replace a `PENDING_TOKEN` of the step in flight by its token."""
         update = TokenUpdate(request.request_id, error=output.errors.get(row))
         request.token_ids.pop()
         if update.error is None:
@@ -218,13 +218,13 @@ class StepRunner:
     # ------------------------------------------------------------------ step by step
 
     def _execute(self, plan: StepPlan, updates: list[TokenUpdate]) -> None:
-        """Run the step; after an exception once more in parts, to find whom it touches.
+        """Run the step; after an exception run it again in parts, to isolate the failing requests.
 
-        A step writes nothing but the new slots of its requests, which nobody reads before their
-        lengths are updated, so that any part of it can be computed again. After an exception
-        each half of the requests is tried, down to the one that fails alone and ends. Out of
-        memory, the part is halved once by tokens; where that is not enough its largest request
-        ends, and the rest starts over.
+        A step writes only the new slots of its requests, which are not read before their lengths
+        are updated, so any part of it can be computed again. After an exception the requests are
+        bisected, down to the one that fails alone and ends. When out of memory, the part is
+        halved once by tokens; if that is not enough, its largest request ends and the rest starts
+        over.
         """
         computed = failures = 0
         owned = self._scheduler.pool.num_owned
@@ -253,13 +253,13 @@ class StepRunner:
                 updates.append(failed_update(victim, error, "model step"))
                 todo.append((part, False))
         if computed:
-            # A request whose chunk was cut was computed twice.
+            # A request whose chunk was split was computed twice.
             self._count_step(min(computed, len(plan.scheduled)), owned)
 
     def _compute(
         self, part: list[ScheduledTokens], updates: list[TokenUpdate], first_try: bool
     ) -> BaseException | None:
-        """Run requests of a step; returns why that failed, without having changed anything."""
+        """Run requests of a step; returns the error if that failed, without side effects."""
         plan = StepPlan(part)
         try:
             output = self._runner.execute(plan)
@@ -299,7 +299,7 @@ class StepRunner:
                     self._append_token(request, update, output, row, now)
                 row += 1
             if update.error is not None:
-                # What is in its blocks may be no better than its logits.
+                # Its blocks may be as broken as its logits.
                 self._scheduler.prefix_cache.forget(request.block_hashes)
                 update.finish_reason = "error"
             if update.finish_reason is not None:
@@ -359,7 +359,7 @@ class StepRunner:
 
 
 def _forget_draws(part: Iterable[ScheduledTokens]) -> None:
-    """Take back the draws of a step that failed, whether or not it had come to them."""
+    """Undo the draws of a step that failed, whether or not it had reached them."""
     for item in part:
         item.request.payload.sampling.num_sampled = item.request.num_output_tokens
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class StopStringMatcher:
     """Aho-Corasick automaton over the stop strings of one request.
 
-    Its state is the longest end of the text that is the beginning of a stop string, which is
-    exactly what must be held back; each character costs one step however many and long the strings
-    are (Aho and Corasick, CACM 18(6), 1975).
+    Its state is the longest suffix of the text that is a prefix of a stop string, which is exactly
+    what must be held back; each character costs one step, however many strings there are and
+    however long (Aho and Corasick, CACM 18(6), 1975).
 
     Args:
         stops: non-empty strings.
@@ -33,7 +33,7 @@ class StopStringMatcher:
         self._build(stops)
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """Takes the next part of the text and returns what no stop string can contain any more.
+        """Takes the next part of the text; returns the text that can no longer be in a stop string.
 
         Args:
             text: the next part.
@@ -62,7 +62,7 @@ class StopStringMatcher:
         return seen[:certain]
 
     def release(self) -> str:
-        """Ends the text and returns what was held back."""
+        """Ends the text and returns the text held back."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -86,7 +86,7 @@ class StopStringMatcher:
         while queue:
             state = queue.popleft()
             fallback = self._fallback[state]
-            # A complete stop string that begins no other one need not be held back as a whole.
+            # A complete stop string that is no prefix of another one need not be held back whole.
             self._hold[state] = depth[state] if self._next[state] else self._hold[fallback]
             self._longest[state] = self._longest[state] or self._longest[fallback]
             for character, following in self._next[state].items():

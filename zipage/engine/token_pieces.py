@@ -1,4 +1,4 @@
-"""What each token adds to a text, as bytes."""
+"""The bytes each token adds to a text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-"""What stands for invalid UTF-8 in a text."""
+"""Replaces invalid UTF-8 in a text."""
 _MAX_CHARACTER_BYTES = 4
 
 
 class TokenPieces(dict[int, bytes]):
-    """Bytes each token adds inside a text, filled as tokens appear; none for skipped tokens.
+    """Bytes each token adds inside a text, filled in as tokens appear; b"" for skipped tokens.
 
     Almost every tokenizer of a generating model (byte-level BPE; SentencePiece models with
     spaces as ``▁`` and bytes as ``<0xE4>``) decodes by joining such pieces. Invalid UTF-8 becomes
@@ -33,7 +33,7 @@ class TokenPieces(dict[int, bytes]):
         skipped: frozenset[int],
     ) -> None:
         super().__init__()
-        # The table is kept for as long as the tokenizer lives, so it must not keep it alive.
+        # The table is cached for the tokenizer's lifetime, so it must not keep the tokenizer alive.
         self._backend = tokenizer.backend_tokenizer
         self._encode = encode
         self._strips_start = strips_start
@@ -46,7 +46,7 @@ class TokenPieces(dict[int, bytes]):
         return piece
 
     def first(self, prompt_token_ids: Sequence[int], token_id: int) -> bytes:
-        """Bytes of the first token with any, given the prompt before it."""
+        """Bytes of the first token that has any, given the prompt before it."""
         piece = self[token_id]
         tail = b""
         for before in reversed(prompt_token_ids):
@@ -67,7 +67,7 @@ class TokenPieces(dict[int, bytes]):
 
 
 def utf8_decoder() -> codecs.BufferedIncrementalDecoder:
-    """A decoder that waits for whole characters and puts U+FFFD for invalid bytes."""
+    """A decoder that waits for whole characters and replaces invalid bytes with U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     assert isinstance(decoder, codecs.BufferedIncrementalDecoder)
     return decoder
@@ -81,7 +81,7 @@ _tables: weakref.WeakKeyDictionary[
 def token_pieces(
     tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool
 ) -> TokenPieces | None:
-    """The tokenizer's table, or None if its texts are not made of pieces.
+    """The tokenizer's table, or None if it does not decode piece by piece.
 
     Tables are made once per tokenizer, so tokens must not be added to it afterwards.
     """
@@ -150,7 +150,7 @@ def _piece_form(
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Characters that byte-level BPE writes bytes as: printable Latin-1, the rest from U+0100."""
+    """Byte-level BPE's characters and their bytes: printable Latin-1, the rest from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
