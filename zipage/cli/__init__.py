@@ -45,11 +45,11 @@ class ZipageGroup(TyperGroup):
 
 
 def _spin_briefly() -> None:
-    """Let OpenMP's threads give up their core soon when they wait, unless the user chose.
+    """Make waiting OpenMP threads give up their core soon, unless the user has set this.
 
-    GNU's default is to spin for milliseconds, in which another program could use the core that the
-    work waited for needs. Not at all would be slower by half: a step has hundreds of short waits.
-    It is read when torch is imported.
+    By default GNU OpenMP spins for milliseconds, and where other programs compete for the cores,
+    this takes a core from the very thread that is waited for. Not spinning at all would be 50 %
+    slower: a step has hundreds of short waits. The setting is read when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -84,7 +84,7 @@ def _main(
 
 
 app.command("generate")(generate.generate)
-# Every option of the server is an environment variable, too: --port is ZIPAGE_PORT.
+# Every option of the server is also an environment variable: --port is ZIPAGE_PORT.
 app.command("serve", context_settings={"auto_envvar_prefix": "ZIPAGE"})(serve.serve)
 app.command("top")(top.top)
 app.command("info")(info.info)

@@ -1,4 +1,4 @@
-"""`zipage bench`: how fast it is."""
+"""`zipage bench`: how fast the engine is."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _bench() -> None:
 @with_options("engine", engine_options())
 def offline(
     workload: Annotated[
-        str, typer.Option("--workload", "-w", help=f"Which requests: {', '.join(PRESETS)}.")
+        str, typer.Option("--workload", "-w", help=f"Workload to run: {', '.join(PRESETS)}.")
     ] = "tiny",
     num_requests: Annotated[
-        int | None, typer.Option(help="How many requests; default: the workload's.")
+        int | None, typer.Option(help="Number of requests; default: the workload's.")
     ] = None,
     output_len: Annotated[
         int | None,
@@ -50,7 +50,7 @@ def offline(
     scale: Annotated[
         float,
         typer.Option(
-            help="Factor, at most 1, of the workload's lengths, for models of short texts."
+            help="Factor for the workload's lengths, at most 1, for models with a short context."
         ),
     ] = 1.0,
     compare_full: Annotated[
@@ -60,7 +60,7 @@ def offline(
         ),
     ] = False,
     repeats: Annotated[
-        int, typer.Option(help="Runs (pairs of them with --compare-full); the median is shown.")
+        int, typer.Option(help="Runs (pairs of runs with --compare-full); the median is shown.")
     ] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all numbers of all runs to this file.")
@@ -70,11 +70,11 @@ def offline(
 ) -> None:
     """Time a batch of requests, all submitted at once.
 
-    Prompts are random token ids (modulo the vocabulary of a model with less than 32,000 tokens),
-    output lengths are fixed, end-of-sequence tokens ignored, decoding is greedy: every engine
-    has the same work. The roofline is the time that memory bandwidth allows at least: the
-    weights once per step and the live KV cache, at the speed of a copy measured in the same run.
-    Progress goes to stderr, as a line every ten seconds where that is no terminal.
+    Prompts are random token ids (modulo the vocabulary size if it is below 32,000), output lengths
+    are fixed, end-of-sequence tokens are ignored and decoding is greedy: every engine has the same
+    work. The roofline is the least time that memory bandwidth allows: reading the weights and the
+    live KV cache once per step, at the speed of a copy measured in the same run.
+    Progress goes to stderr, as a line every ten seconds if that is not a terminal.
     """
     check_writable("--json", json_file)
     options = dict(engine)
@@ -158,7 +158,7 @@ def _print(about: dict[str, Any], machine: dict[str, Any], results: list[RunResu
     overall = speed_ratio(results)
     if overall is not None and not any(run.compressions for run in results):
         console.print(
-            "Nothing was compressed: no request went beyond its budget. Both did the same work; "
+            "Nothing was compressed: no request exceeded its budget. Both did the same work; "
             "lower --kv-budget or raise --output-len.",
             highlight=False,
         )
@@ -170,7 +170,7 @@ def _print(about: dict[str, Any], machine: dict[str, Any], results: list[RunResu
 
 
 def _rows(runs: list[RunResult]) -> list[tuple[str, list[str], str]]:
-    """Label, a text per run, and the first run's ratio to the last where that tells something."""
+    """Label, a text per run, and the ratio of the first run to the last where it is meaningful."""
     from zipage.cli.info import format_bytes
 
     def row(label: str, numbers: list[float], form: str, ratio: bool = False) -> Any:

@@ -35,62 +35,62 @@ def ablation(
         typer.Option(
             "--workload",
             "-w",
-            help="Which requests: problems (generated ones for the embedded model, whose answers "
-            f"are scored), {', '.join(PRESETS)}.",
+            help="Workload to run: problems (generated for the embedded model, answers are "
+            f"scored), {', '.join(PRESETS)}.",
         ),
     ] = "problems",
     num_requests: Annotated[
-        int | None, typer.Option(help="How many requests; default: the workload's, 16 problems.")
+        int | None, typer.Option(help="Number of requests; default: the workload's, 16 problems.")
     ] = None,
     output_len: Annotated[
         int | None,
         typer.Option(help="Tokens to generate for every request; default: the workload's."),
     ] = None,
     scale: Annotated[
-        float, typer.Option(help="Factor, at most 1, of the workload's lengths.")
+        float, typer.Option(help="Factor for the workload's lengths, at most 1.")
     ] = 1.0,
     only: Annotated[
-        str, typer.Option(help="What is changed, in the order it runs, separated by commas.")
+        str, typer.Option(help="Groups to run, in this order, separated by commas.")
     ] = _GROUPS,
     budgets: Annotated[
         str | None,
         typer.Option(
             help="Values of kv_budget for the group budget, separated by commas; full KV is always "
-            "there. Default: a quarter, a half and twice --kv-budget."
+            "included. Default: a quarter, a half and twice --kv-budget."
         ),
     ] = None,
     pool_share: Annotated[
         float,
         typer.Option(
-            help="KV pool, as a share of what all requests need in full KV, unless "
-            "--kv-cache-memory, --num-kv-blocks or --memory-utilization says its size."
+            help="Size of the KV pool, as a share of what all requests need in full KV, unless "
+            "--kv-cache-memory, --num-kv-blocks or --memory-utilization sets it."
         ),
     ] = 0.3,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Time for everything. A cell that takes more than its share is cut, and compared "
-            "over the work it has done. Default: no limit."
+            help="Time limit for everything. A cell that takes more than its share is cut off and "
+            "compared over the work it has done. Default: no limit."
         ),
     ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
             "--json",
-            help="Results, a JSON object a line, written as they come. What lies there already "
-            "is not run again.",
+            help="File for the results, one JSON object per line, written as they come. Results it "
+            "already has are not run again.",
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture of the results (.svg, .png); needs matplotlib.")
+        Path | None, typer.Option(help="Plot the results to this .svg or .png; needs matplotlib.")
     ] = None,
     engine: dict[str, Any],
 ) -> None:
-    """Run the same work again and again, with one thing changed at a time.
+    """Run the same work repeatedly, with one thing changed at a time.
 
     Groups: async (compression beside decoding), slots (query slots; hybrid scheduling; admission),
     prefix (prefix cache, on requests that share prefixes), redundancy (lightning, raw, none),
-    overlap (steps scheduled ahead), ample (compression with memory for everything), budget,
+    overlap (steps scheduled ahead), ample (compression with ample memory), budget,
     graphs (CUDA graphs). The base runs first and last. Exit code 1 if a cell failed.
     """
     from zipage.bench.ablation import BASE_AGAIN, run_ablation, with_ratios
@@ -121,7 +121,7 @@ def ablation(
             "is ample, to the first row of the group"
         )
     if any(row["status"] == "cut" for row in rows):
-        console.print("* cut: compared over the work it has done", highlight=False)
+        console.print("* cut off: compared over the work it has done", highlight=False)
     if plot is not None:
         from zipage.bench.plots import plot_ablation
 
@@ -140,7 +140,7 @@ def _plan(
     budgets: str | None,
     pool_share: float,
 ) -> Any:
-    """Cells, engine options of the base, and the work."""
+    """The cells, the engine options of the base, and the work."""
     import torch
 
     from zipage.bench.ablation import plan_ablation
@@ -149,13 +149,13 @@ def _plan(
 
     if workload == PROBLEMS and (engine["model"] or engine["model_shape"]):
         raise ConfigError(
-            "workload='problems' is for the embedded model: choose another with --workload"
+            "workload='problems' is for the embedded model: choose another workload with --workload"
         )
     if not 0 < pool_share <= 1:
         raise ConfigError(f"pool_share={pool_share} must lie in (0, 1]")
     work = Work(workload, num_requests, output_len, scale, seed=engine["seed"])
     lengths = work.lengths()
-    # More never run, and a default number of query slots is half of it.
+    # More never run at once, and the default number of query slots is half of this.
     options = {**engine, "max_num_seqs": min(engine["max_num_seqs"], len(lengths))}
     config = EngineConfig.from_options(options)
     device = config.device
@@ -168,7 +168,7 @@ def _plan(
     if all(options[name] is None for name in sizes):
         options["num_kv_blocks"] = max(
             math.ceil(pool_share * sum(lengths) / config.block_size),
-            # Every cell must have room for one request in full, and for one of its budget.
+            # Every cell needs room for one request in full KV, and for one with its budget.
             -(-work.longest() // config.block_size) + 1,
             *(
                 config.max_blocks_of(cell.options.get("kv_budget", config.kv_budget)) or 0

@@ -1,4 +1,4 @@
-"""`zipage bench plot`: pictures of results that were written to a file."""
+"""`zipage bench plot`: plots of results that were written to a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plot(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The picture. Default: RESULTS with the ending .svg."),
+        typer.Option("--output", "-o", help="Image to write. Default: RESULTS with suffix .svg."),
     ] = None,
 ) -> None:
     """Draw the results of `bench ablation` or `bench serve`. Needs matplotlib (extra `plots`)."""

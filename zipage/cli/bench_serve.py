@@ -31,7 +31,7 @@ _LOAD, _ASK, _OUT = "Load", "Requests", "Results"
 def serve(
     *,
     url: Annotated[
-        str, typer.Option(help="Of the server, with or without /v1.")
+        str, typer.Option(help="URL of the server, with or without /v1.")
     ] = "http://127.0.0.1:8000",
     endpoint: Annotated[
         str,
@@ -41,7 +41,7 @@ def serve(
         ),
     ] = "completions",
     model: Annotated[
-        str | None, typer.Option(help="Its name; default: the first the server lists.")
+        str | None, typer.Option(help="Name of the model; default: the first the server lists.")
     ] = None,
     workload: Annotated[
         str | None,
@@ -56,8 +56,8 @@ def serve(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file of prompts instead: prompt, prompt_token_ids or messages, and perhaps "
-            "max_tokens.",
+            help="JSONL file of prompts instead: prompt, prompt_token_ids or messages, and "
+            "optionally max_tokens.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -70,92 +70,92 @@ def serve(
         ),
     ] = None,
     num_requests: Annotated[
-        int | None, typer.Option(help="How many; default: all there are.", rich_help_panel=_LOAD)
+        int | None, typer.Option(help="Number of requests; default: all.", rich_help_panel=_LOAD)
     ] = None,
     output_len: Annotated[
         int | None,
         typer.Option(
-            help="max_tokens of every request, or of prompts that don't say.",
+            help="max_tokens of every request, or of prompts that don't set it.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     scale: Annotated[
         float,
         typer.Option(
-            help="Factor, at most 1, of the lengths of a workload or trace.", rich_help_panel=_LOAD
+            help="Factor for lengths of a workload or trace, at most 1.", rich_help_panel=_LOAD
         ),
     ] = 1.0,
     max_len: Annotated[
         int | None,
         typer.Option(
-            help="Leave out requests of more tokens, prompt and answer together.",
+            help="Leave out requests with more tokens than this, prompt and answer together.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option(help="Random token ids are below it.", rich_help_panel=_LOAD)
+        int, typer.Option(help="Random token ids are below this.", rich_help_panel=_LOAD)
     ] = 32000,
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Requests per second; inf: all at once. Default: a trace's own times, else inf.",
+            help="Requests per second; inf sends all at once. Default: a trace's times, or inf.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     arrivals: Annotated[
         str | None,
         typer.Option(
-            help="Gaps at that rate: poisson (the default), constant, gamma (bursty).",
+            help="Arrival process at that rate: poisson (default), constant or gamma (bursty).",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     burstiness: Annotated[
         float | None,
         typer.Option(
-            help="Shape of gamma's gaps: 1 is Poisson, less is burstier. Default: 0.5.",
+            help="Shape of the gamma distribution: 1 is Poisson, less is burstier. Default: 0.5.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
     speedup: Annotated[
-        float, typer.Option(help="Replay a trace so many times as fast.", rich_help_panel=_LOAD)
+        float, typer.Option(help="Replay a trace this many times faster.", rich_help_panel=_LOAD)
     ] = 1.0,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="Keep so many requests in flight, instead of a rate.", rich_help_panel=_LOAD
+            help="Keep this many requests in flight instead of a rate.", rich_help_panel=_LOAD
         ),
     ] = None,
     warm_up: Annotated[
-        int, typer.Option(help="Short requests sent before, not counted.", rich_help_panel=_LOAD)
+        int, typer.Option(help="Short uncounted requests sent first.", rich_help_panel=_LOAD)
     ] = 1,
     seed: Annotated[
-        int, typer.Option(help="Of arrival times and random prompts.", rich_help_panel=_LOAD)
+        int, typer.Option(help="Seed of arrivals and random prompts.", rich_help_panel=_LOAD)
     ] = 0,
     temperature: Annotated[float, typer.Option(rich_help_panel=_ASK)] = 0.0,
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            help="Ask for answers of full length; not every server knows it.",
+            help="Ask for answers of full length; not every server supports it.",
             rich_help_panel=_ASK,
         ),
     ] = True,
     extra_body: Annotated[
         str | None,
         typer.Option(
-            help='More fields of every request, such as {"kv_budget": 512}.', rich_help_panel=_ASK
+            help='Further fields of each request, such as {"kv_budget": 512}.', rich_help_panel=_ASK
         ),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", rich_help_panel=_ASK)
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for a request.", rich_help_panel=_ASK)
+        float, typer.Option(help="Most seconds per request.", rich_help_panel=_ASK)
     ] = 600.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
-            help="Objectives in milliseconds, such as ttft:500 tpot:50 (also e2el): requests per "
-            "second that meet them all are shown.",
+            help="Objectives in milliseconds, such as ttft:500 tpot:50 (also e2el); shows the "
+            "requests per second that meet them all.",
             rich_help_panel=_OUT,
         ),
     ] = None,
@@ -165,21 +165,21 @@ def serve(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Write settings, summary and every request.", rich_help_panel=_OUT
+            "--json", help="Write settings, summary and all requests here.", rich_help_panel=_OUT
         ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Picture of the latencies (.svg, .png); needs matplotlib.", rich_help_panel=_OUT
+            help="Plot latencies to this .svg or .png; needs matplotlib.", rich_help_panel=_OUT
         ),
     ] = None,
 ) -> None:
     """Load a server with streaming requests and measure what its clients see.
 
     Requests are sent on schedule, however slow the answers are, and latencies count from the
-    time at which a request was to be sent. TTFT: time to first token; TPOT: mean time per token
-    after it, per request; ITL: time per token, over all tokens; E2EL: time to the last token.
+    scheduled send time. TTFT: time to first token; TPOT: mean time per token after the first, per
+    request; ITL: time per token, over all tokens; E2EL: time to the last token.
     Exit code 1 if no request was completed.
     """
     from zipage.bench.openai_client import CHAT, COMPLETIONS, Endpoint
@@ -261,7 +261,7 @@ async def _run(
 
 
 class _Counter:
-    """How many requests have ended, on a terminal, twice a second at most."""
+    """Shows on a terminal how many requests have ended, at most twice a second."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -279,7 +279,7 @@ class _Counter:
 
 
 class _Schedule:
-    """When requests are sent, as the options say."""
+    """When requests are sent, according to the options."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class _Schedule:
         seed: int,
     ) -> None:
         if rate is not None and concurrency is not None:
-            raise ConfigError("rate and concurrency both say when requests are sent: give one")
+            raise ConfigError("rate and concurrency both set when requests are sent: give one")
         if concurrency is not None and concurrency < 1:
             raise ConfigError(f"concurrency={concurrency} must be at least 1")
         if not 0 < speedup < math.inf:
@@ -349,11 +349,11 @@ def _choose(
     vocab_size: int,
     seed: int,
 ) -> tuple[list[ServingRequest], str, int]:
-    """The requests, where they are from, and how many were too long."""
+    """The requests, a description of them, and how many were too long."""
     from zipage.bench.arrivals import read_prompts, read_trace, workload_requests
 
     if sum(given is not None for given in (workload, prompts, trace)) > 1:
-        raise ConfigError("workload, prompts and trace all say what is asked: give one")
+        raise ConfigError("workload, prompts and trace all set the requests: give one")
     if vocab_size < 1:
         raise ConfigError(f"vocab_size={vocab_size} must be at least 1")
     if prompts is not None:
@@ -379,13 +379,13 @@ def _choose(
 
 
 def _length(request: ServingRequest) -> int:
-    """Tokens of prompt, where they are known, and answer."""
+    """Tokens of the answer, and of the prompt if known."""
     ids = isinstance(request.prompt, list) and isinstance(request.prompt[0], int)
     return (len(request.prompt) if ids else 0) + (request.output_len or 0)
 
 
 def _short(request: ServingRequest) -> ServingRequest:
-    """A request like it for the warm-up, so that the server's prefix cache gains nothing."""
+    """A short request like this one for the warm-up, which must not fill the server's prefix cache."""
     prompt = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = prompt[::-1]
@@ -407,7 +407,7 @@ def _server(url: str) -> str:
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"url={url!r} must be such as http://127.0.0.1:8000")
+        raise ConfigError(f"url={url!r} must be a URL such as http://127.0.0.1:8000")
     return bare
 
 

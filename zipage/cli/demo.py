@@ -25,8 +25,8 @@ def demo(
     families: Annotated[
         str,
         typer.Option(
-            help="Of ledger, addition and lookup, separated by commas; ledger problems lose the "
-            "most accuracy at a small budget."
+            help="Any of ledger, addition and lookup, separated by commas; ledger problems lose "
+            "the most accuracy at a small budget."
         ),
     ] = "addition,lookup",
     min_tokens: Annotated[
@@ -35,9 +35,9 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option(help="Longest reference chain of thought, in tokens.")
     ] = 2400,
-    seed: Annotated[int, typer.Option(help="Of the problems.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
     kv_budget: Annotated[int, typer.Option(help="Tokens Zipage keeps per request.")] = 448,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
     pool_tokens: Annotated[
         int, typer.Option(help="Size of the KV pool, in tokens of full KV.")
     ] = 4096,
@@ -51,9 +51,9 @@ def demo(
 ) -> None:
     """Answer a batch of reasoning problems with full KV, then with Zipage, in the same memory.
 
-    The problems ask for every step to be checked. All their reasoning together is longer than
-    the KV pool can hold in full. Shows both runs live, or as a line every few seconds when the
-    output is not a terminal, then a table. Exit code 1 if a request failed.
+    The problems ask for every step to be checked. Together, their reasoning is longer than the KV
+    pool can hold in full. Shows both runs live, or as a line every few seconds if the output is
+    not a terminal, then a table. Exit code 1 if a request failed.
     """
     check_writable("--json", json_file)
     if threads is not None and threads < 1:
@@ -99,7 +99,7 @@ def demo(
             result = run_side(side, chosen, pool=pool, max_tokens=reply_tokens, watcher=view)
         console.print(result.summary, highlight=False, soft_wrap=True)
         results.append(result)
-        # The second side gets the same bytes, and pays for its scores and query slots from them.
+        # The second side gets the same bytes; its scores and query slots come out of them.
         pool = {"kv_cache_memory": result.kv_bytes}
     full, zipage = results
     console.print(result_table(full, zipage))

@@ -34,8 +34,8 @@ def evaluate(
     problems: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file with prompt (or problem) and answer, and perhaps id, family and "
-            "cot_tokens. Generated problems if none is given."
+            help="JSONL file with prompt (or problem) and answer, and optionally id, family and "
+            "cot_tokens. Without it, problems are generated."
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of generated problems.")] = 48,
@@ -47,11 +47,11 @@ def evaluate(
         int | None,
         typer.Option(
             help="Shortest reference chain of thought, in tokens. "
-            f"Default: {_GENERATED_MIN_TOKENS} for generated problems, 0 for those of a file."
+            f"Default: {_GENERATED_MIN_TOKENS} for generated problems, 0 for a file."
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Of the generated problems and of the random policy.")
+        int, typer.Option(help="Seed of the generated problems and of the random policy.")
     ] = 0,
     budgets: Annotated[
         str, typer.Option(help="Values of kv_budget, in tokens, separated by commas.")
@@ -59,14 +59,14 @@ def evaluate(
     policies: Annotated[
         str,
         typer.Option(
-            help="Separated by commas; knobs follow a name as name:option=value:option=value."
+            help="Policies, separated by commas; options as in name:option=value:option=value."
         ),
     ] = "full,zipage,rkv,streaming,random",
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.")] = 4096,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of finished cells: one that lies there with equal settings is not run "
+            help="Folder of finished cells; a cell found there with the same settings is not run "
             "again."
         ),
     ] = None,
@@ -79,17 +79,17 @@ def evaluate(
     long_tokens: Annotated[
         int,
         typer.Option(
-            help="The Markdown file also has a table of the problems whose reference chains of "
-            "thought have at least so many tokens."
+            help="Add a table to the Markdown file for the problems whose reference chains of "
+            "thought have at least this many tokens."
         ),
     ] = 1000,
     engine: dict[str, Any],
 ) -> None:
-    """Count right answers by eviction policy and KV budget.
+    """Count correct answers by eviction policy and KV budget.
 
-    Problems go through the model's chat template and are answered greedily, all in one batch for
-    each policy and budget. An answer is right if the last \\boxed{...} of the reply is exactly
-    the reference. Exit code 1 if a request failed.
+    Problems go through the model's chat template and are answered greedily, in one batch for each
+    policy and budget. An answer is correct if the last \\boxed{...} of the reply is exactly the
+    reference. Exit code 1 if a request failed.
     """
     from zipage.evals.machine import describe_machine
     from zipage.evals.report import accuracy_rows, detail_rows
@@ -129,7 +129,7 @@ def evaluate(
 
 
 class _CellProgress:
-    """A progress bar for the cell that runs."""
+    """A progress bar for the running cell."""
 
     def __init__(self, total: int) -> None:
         self._total = total

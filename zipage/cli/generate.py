@@ -50,7 +50,7 @@ def generate(
     prompt: Annotated[
         str | None,
         typer.Argument(
-            help="The prompt. Without it and --file, standard input is read; so is it for '-'."
+            help="The prompt. Standard input is read for '-', or without a prompt and --file."
         ),
     ] = None,
     file: Annotated[
@@ -58,8 +58,8 @@ def generate(
         typer.Option(
             "--file",
             "-f",
-            help="A text file, which is one prompt, or a .jsonl file: per line an object with "
-            "'prompt', 'messages' or 'prompt_token_ids', and if you like 'id', 'metadata' "
+            help="A text file, which is one prompt, or a .jsonl file with an object per line: "
+            "'prompt', 'messages' or 'prompt_token_ids', and optionally 'id', 'metadata' "
             "(copied to the output) and sampling options.",
         ),
     ] = None,
@@ -76,7 +76,7 @@ def generate(
     input_format: Annotated[
         InputFormat,
         typer.Option(
-            "--format", help="Format of the input; auto goes by the file's name, else text."
+            "--format", help="Format of the input; auto is jsonl for .jsonl files, else text."
         ),
     ] = InputFormat.auto,
     chat: Annotated[
@@ -84,8 +84,7 @@ def generate(
         typer.Option(
             "--chat/--raw",
             show_default=False,
-            help="Whether text prompts go through the chat template. Default: if the tokenizer "
-            "has one.",
+            help="Apply the chat template to text prompts. Default: if the tokenizer has one.",
         ),
     ] = None,
     token_ids: Annotated[
@@ -95,8 +94,8 @@ def generate(
         Path | None,
         typer.Option(
             "--trace",
-            help="Write here what became of every request: scheduling, compressions and the "
-            "tokens they kept, as JSON that ui.perfetto.dev and chrome://tracing open.",
+            help="Write a trace of every request to this file: scheduling, compressions and the "
+            "tokens they kept, as JSON for ui.perfetto.dev and chrome://tracing.",
         ),
     ] = None,
     *,
@@ -105,10 +104,10 @@ def generate(
 ) -> None:
     """Answer a prompt, or many.
 
-    A record's own sampling options come before those given here, and both before those of the
-    model's generation_config.json if it asks for sampling (do_sample); else answers are greedy. A
-    bad record of a JSONL file is reported and gets an output line with its 'error'; the others are
-    answered, and the exit code is 1. Ctrl-C writes what is finished and exits with 130.
+    A record's own sampling options override those given here, and both override the model's
+    generation_config.json, which applies if it asks for sampling (do_sample); else answers are
+    greedy. A bad record of a JSONL file is reported and gets an output line with its 'error'; the
+    others are answered, and the exit code is 1. Ctrl-C writes what is finished and exits with 130.
     """
     _check_outputs(file, output, trace)
     records, is_batch = _read_input(prompt, file, input_format)
@@ -158,22 +157,22 @@ def _read_input(
                 raise typer.BadParameter(
                     "give a prompt, --file FILE, or pipe text into standard input"
                 )
-            if isinstance(sys.stdin, io.TextIOWrapper):  # whatever the locale says
+            if isinstance(sys.stdin, io.TextIOWrapper):  # whatever the locale
                 sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
             text = sys.stdin.read()
     except OSError as error:
         raise typer.BadParameter(f"the input can't be read: {error}") from None
     if jsonl:
-        # Not splitlines(): JSON strings may hold other line separators as they are.
+        # Not splitlines(): JSON strings may contain other line separators unescaped.
         return read_records(text.split("\n")), True
     _check_utf8(text)
-    # The end of the last line is the shell's, not the prompt's.
+    # The final newline is the shell's, not part of the prompt.
     text = text[:-1] if text.endswith("\n") else text
     return ([InputRecord(0, content=text, id=0)] if text else []), False
 
 
 def _check_utf8(text: str) -> None:
-    """Bytes that are not UTF-8 were read, by Python or here, as surrogates."""
+    """Refuse text with surrogates, which stand for input bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -182,7 +181,7 @@ def _check_utf8(text: str) -> None:
 
 
 def _check_outputs(file: Path | None, output: Path | None, trace: Path | None) -> None:
-    """Tell what can't be written before the model is loaded."""
+    """Report outputs that can't be written before the model is loaded."""
     if file is not None and file.is_file():
         for option, path in (("--output", output), ("--trace", trace)):
             if path is not None and path.exists() and path.samefile(file):
@@ -195,7 +194,7 @@ def _check_outputs(file: Path | None, output: Path | None, trace: Path | None) -
             with writing("the output"):
                 raise OSError("standard output is closed")
     elif trace is not None and output.resolve() == trace.resolve():
-        message = f"{str(trace)!r} is where --output goes, too"
+        message = f"{str(trace)!r} is also where --output goes"
         raise typer.BadParameter(message, param_hint="--trace")
 
 
@@ -203,7 +202,7 @@ def _check_outputs(file: Path | None, output: Path | None, trace: Path | None) -
 def _open_output(path: Path | None, as_jsonl: bool) -> Iterator[TextIO]:
     if path is None or str(path) == "-":
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # JSON is UTF-8 whatever the locale says; a terminal that lacks characters shows marks.
+            # JSON is UTF-8 whatever the locale; a terminal shows marks for characters it lacks.
             if as_jsonl:
                 sys.stdout.reconfigure(encoding="utf-8")
             else:
@@ -220,7 +219,7 @@ def _open_output(path: Path | None, as_jsonl: bool) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _traced(llm: LLM, path: Path) -> Iterator[None]:
-    """Trace what runs inside, and write it however that ends."""
+    """Trace the enclosed run, and write the trace however the run ends."""
     try:
         path.touch()  # A path that can't be written is reported before the work is done.
     except OSError as error:
@@ -237,7 +236,7 @@ def _traced(llm: LLM, path: Path) -> Iterator[None]:
 
 
 class _Job:
-    """The records in the engine, and their answers on the way out."""
+    """Runs the records in the engine and collects their answers."""
 
     def __init__(
         self,
@@ -254,14 +253,14 @@ class _Job:
         self._live: dict[str, InputRecord] = {}
 
     def params(self, record: InputRecord) -> SamplingParams:
-        """Sampling of a record."""
+        """Sampling parameters of a record."""
         return SamplingParams.from_dict({**self.options, **record.sampling})
 
     def submit(self, record: InputRecord, stream: bool = False) -> None:
         """Queue a record.
 
         Raises:
-            RequestError: it is not legal.
+            RequestError: the record is not legal.
         """
         if record.error is not None:
             raise RequestError(record.error)
@@ -280,7 +279,7 @@ class _Job:
         return self.chat
 
     def step(self) -> list[tuple[InputRecord, RequestOutput]]:
-        """Run an engine step; returns the outputs it gave, finished or streamed."""
+        """Run an engine step; returns its outputs, finished or streamed."""
         outputs = []
         for output in self.engine.step():
             record = self._live[output.request_id]
@@ -290,7 +289,7 @@ class _Job:
         return outputs
 
     def fail_rest(self, error: EngineDeadError) -> list[tuple[InputRecord, RequestOutput]]:
-        """Outputs of what was in the engine when it died."""
+        """Outputs of the records that were in the engine when it died."""
         cause = error.__cause__ or error
         return [
             (self._live.pop(output.request_id), output) for output in self.engine.fail_all(cause)
@@ -298,7 +297,7 @@ class _Job:
 
 
 def _run_single(job: _Job, stream: TextIO) -> int:
-    """Print the text of one prompt as it comes; of several completions, one after another."""
+    """Print the text of one prompt as it is generated; several completions one after another."""
     record = job.records[0]
     streams = job.params(record).n == 1
     job.submit(record, stream=streams)
@@ -326,8 +325,8 @@ def _run_single(job: _Job, stream: TextIO) -> int:
 
 
 def _run_batch(job: _Job, stream: TextIO, token_ids: bool, reports_lines: bool) -> int:
-    """Answer all records, JSONL out. Errors of a record stop the run only if it is the only one
-    there can be."""
+    """Answer all records, JSONL out. An error of a record is raised only if the input is a single
+    prompt."""
     writer = OrderedWriter(stream)
     finished = failed = 0
     progress = EngineProgress(len(job.records))

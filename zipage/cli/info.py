@@ -53,8 +53,8 @@ def info(
         list[int] | None,
         typer.Option(
             "--length",
-            help="Tokens of prompt and answer for which to count the requests that fit. May be "
-            "repeated.",
+            help="Request length (prompt and answer, in tokens) for which to count how many fit. "
+            "May be repeated.",
         ),
     ] = None,
     json_output: Annotated[
@@ -65,9 +65,9 @@ def info(
 ) -> None:
     """Show a model's sizes and how many requests fit the KV pool.
 
-    Reads config.json alone. Requests are counted with full KV, at the given lengths, and with
-    the KV budget, where the length of the answer does not matter. Without --kv-cache-memory
-    several pool sizes are shown.
+    Reads only config.json. Requests are counted with full KV, at the given lengths, and with the
+    KV budget, where the length of the answer does not matter. Without --kv-cache-memory, several
+    pool sizes are shown.
     """
     from zipage.config import EngineConfig
     from zipage.models.config import shape_model_config
@@ -97,14 +97,14 @@ def describe(
     Args:
         config: the engine's options.
         model_config: the model.
-        lengths: tokens of a request with full KV; None for powers of two up to the longest text.
+        lengths: tokens of a request with full KV; None for powers of two up to the model's length.
 
     Returns:
         Names to numbers, in bytes, tokens, blocks and requests. `fits` has an entry for each pool
         size: `full_kv` maps lengths to requests, `with_budget` is a number or None.
 
     Raises:
-        ConfigError: a length or `max_model_len` is longer than the model's texts.
+        ConfigError: a length or `max_model_len` exceeds the model's length.
     """
     from zipage.execution.memory import block_bytes, pool_spec, resolve_dtype
     from zipage.execution.model_runner import resolve_device
@@ -180,7 +180,7 @@ def _fits(
 
 
 def _config_directory(model: str | None, revision: str | None) -> Path:
-    """The directory of a model's config.json; of a hub model nothing else is fetched."""
+    """The directory of a model's config.json; nothing else is fetched of a hub model."""
     from zipage.models.loader import EMBEDDED_MODEL, resolve_model_path
 
     if model is None or model == EMBEDDED_MODEL or Path(model).expanduser().exists():

@@ -1,4 +1,4 @@
-"""What Ctrl-C does: nothing half done, and no traceback."""
+"""Ctrl-C without half-finished work or a traceback."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from types import FrameType
 
 @dataclass
 class StopRequest:
-    """Which signal asked to stop, if any did."""
+    """The signal that asked to stop, if any did."""
 
     signal: int | None = None
 
     @property
     def exit_code(self) -> int:
-        """What a program stopped by that signal exits with."""
+        """Exit code of a program stopped by that signal."""
         return 128 + (self.signal or 0)
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """While active, the first SIGINT or SIGTERM is only noted; the next one acts as ever.
+    """While active, the first SIGINT or SIGTERM is only noted; the next one acts as usual.
 
     Outside the main thread, where handlers can't be set, nothing changes.
     """

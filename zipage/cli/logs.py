@@ -43,7 +43,7 @@ def _options(level: str) -> list[CommandOption]:
                 typer.Option(
                     envvar="ZIPAGE_LOG_FORMAT",
                     case_sensitive=False,
-                    help="Lines of text, or a JSON object a line.",
+                    help="Log lines as text or as JSON objects.",
                     rich_help_panel="Logging",
                 ),
             ],

@@ -1,8 +1,8 @@
 """Command-line options made from the fields of `EngineConfig` and `SamplingParams`.
 
 A field `kv_budget` becomes `--kv-budget`, with the field's type and default; its help text is
-the field's entry in the class docstring. So a new field is an option without further words, and
-the three can't disagree.
+the field's entry in the class docstring. So a new field is an option without further code, and
+field, option and help can't disagree.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zipage.errors import shown
 from zipage.sampling_params import SamplingParams
 from zipage.structured_outputs import StructuredOutputsParams
 
-#: Sampling fields that a command line can't set, since engine options have their names: they
-#: are the defaults of all requests there, and can be set for one in a JSONL record.
+#: Sampling fields that a command line can't set because engine options have the same names: those
+#: are the defaults of all requests. A JSONL record can set them for one request.
 ENGINE_OWNS = frozenset({"seed", "kv_budget", "compression"})
 
 #: Options written once for each entry: field name -> option name.
@@ -58,7 +58,7 @@ class CommandOption:
         name: the field it sets.
         annotation: its type, with typer's description of the option.
         default: its value when it is not given.
-        read: turns what typer delivers into the field's value.
+        read: converts typer's value into the field's.
     """
 
     name: str
@@ -99,9 +99,9 @@ def class_options(
 
 
 def sampling_options() -> list[CommandOption]:
-    """An option for every field of `SamplingParams` but those of `ENGINE_OWNS`.
+    """An option for every field of `SamplingParams` except those of `ENGINE_OWNS`.
 
-    All are None when not given, as the model may say what applies then.
+    All are None when not given, as the model may have its own defaults.
     """
     hints = get_type_hints(SamplingParams)
     documented = field_docs(SamplingParams)
@@ -120,7 +120,7 @@ def with_options(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command function `options` in place of its keyword argument `parameter`.
 
-    The function receives there a dict from field names to values.
+    The function receives a dict from field names to values there.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,9 +153,9 @@ def with_options(
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The entries of the Attributes section of a class docstring, each in one line.
+    """The entries of the Attributes section of a class docstring, each on one line.
 
-    Empty texts if Python runs without docstrings.
+    Empty strings if Python runs without docstrings.
     """
     docs = {field.name: "" for field in dataclasses.fields(cls)}
     _, found, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
@@ -235,7 +235,7 @@ def _repeated_option(
     described["help"] += " May be repeated."
     if is_mapping:
         info = typer.Option(flag, metavar="NAME=VALUE", **described)
-        # A sampling option that is not given must stay None; an engine's default is an empty one.
+        # A sampling option that is not given must stay None; the engine option's default is {}.
         empty: Any = {} if name == "policy_options" else None
         return CommandOption(
             name,

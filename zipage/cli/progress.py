@@ -1,4 +1,4 @@
-"""The state of the engine on stderr: a live view at a terminal, elsewhere a line now and then."""
+"""The state of the engine on stderr: a live view in a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ if TYPE_CHECKING:
 
 _REFRESH_SECONDS = 0.1
 _LINE_SECONDS = 10.0
-#: Tokens per second are those of the last seconds.
+#: Tokens per second are averaged over this many seconds.
 _RATE_SECONDS = 5.0
 
 
 class EngineProgress:
     """Two bars, answers and KV blocks, with the engine's gauges beside them.
 
-    Does nothing if stderr is no terminal, or writes lines.
+    If stderr is not a terminal it does nothing, or writes lines.
 
     Args:
         total: requests to be answered.
         label: what the first bar counts.
-        lines: write a line every ten seconds where there is no terminal.
+        lines: write a line every ten seconds if stderr is not a terminal.
     """
 
     def __init__(self, total: int, label: str = "answers", lines: bool = False) -> None:
         self._progress: Progress | None = None
         self._heading = f"{label} of {total}"
         self._first_tokens = 0
-        # Not what rich takes for a terminal, which a variable of the environment can claim.
-        # There is no stderr where it was closed.
+        # Not rich's own check, which an environment variable can override. A closed stderr is None.
         if sys.stderr is not None and sys.stderr.isatty() and total > 0:
             console = Console(stderr=True)
             self._progress = Progress(
@@ -70,7 +69,7 @@ class EngineProgress:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for an `update`: gathering the numbers costs time, too."""
+        """Whether it is time for an `update`: gathering the numbers also costs time."""
         wanted = self._progress is not None or self._lines
         return wanted and time.monotonic() >= self._next_refresh
 
@@ -102,7 +101,7 @@ class EngineProgress:
         if not self._rates:
             self._first_tokens = stats.generated_tokens
             self._rate(now, stats.generated_tokens)
-            return  # what came before says nothing of the speed
+            return  # tokens from before say nothing about the speed
         rate = self._rate(now, stats.generated_tokens)
         print(
             f"{finished} {self._heading}, {stats.generated_tokens - self._first_tokens:,} tokens, "

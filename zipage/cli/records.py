@@ -26,14 +26,14 @@ class InputRecord:
     """One request to be made.
 
     Attributes:
-        index: its place in the input, from 0.
+        index: its position in the input, from 0.
         line: its line, from 1; None if it did not come from a JSONL file.
         kind: ``prompt`` (text), ``messages`` or ``prompt_token_ids``.
-        content: what stands under that key.
+        content: the value of that key.
         id: as given, else the index.
         sampling: sampling options of this record.
         metadata: copied to the output.
-        error: what is wrong with the line; there is nothing to run then.
+        error: what is wrong with the line, which is then not run; else None.
     """
 
     index: int
@@ -47,7 +47,7 @@ class InputRecord:
 
     @property
     def place(self) -> str:
-        """Where it stands, for messages."""
+        """Its position in the input, for messages."""
         return f"prompt {self.index}" if self.line is None else f"line {self.line}"
 
 
@@ -73,7 +73,7 @@ def _read(line: str, index: int, number: int) -> InputRecord:
             raise RequestError(f"not JSON: {error}") from None
         except RecursionError:
             raise RequestError(_TOO_DEEP) from None
-        # What can just be read need not be writable, and messages show values.
+        # Values that can barely be parsed may fail to be written, and messages show values.
         if _is_deeper(record, _MAX_NESTING):
             raise RequestError(_TOO_DEEP)
         if not isinstance(record, dict):
@@ -145,8 +145,8 @@ def output_record(
 ) -> dict[str, Any]:
     """The output line of a record.
 
-    With ``n`` = 1 `text`, `finish_reason` and so on stand in the record itself, otherwise in its
-    list `outputs`. A request that failed has an `error` beside what it generated.
+    With ``n`` = 1, `text`, `finish_reason` and so on are fields of the record itself, otherwise of
+    the entries of its list `outputs`. A failed request has an `error` beside what it generated.
     """
     result: dict[str, Any] = {"id": record.id, record.kind: record.content}
     completions = [_completion(c, token_ids) for c in output.outputs]
@@ -195,7 +195,7 @@ def _logprobs(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
 
 
 class OrderedWriter:
-    """Writes output lines in input order, each as soon as all before it are there.
+    """Writes output lines in input order, each as soon as all before it are written.
 
     Args:
         stream: where to write.
@@ -217,7 +217,7 @@ class OrderedWriter:
         self._write(ready)
 
     def close(self) -> None:
-        """Write what is held although records before it never came; nothing after a failure."""
+        """Write the lines still held back, with gaps; write nothing after a failure."""
         self._write([self._held.pop(index) for index in sorted(self._held)])
 
     def _write(self, records: list[dict[str, Any]]) -> None:

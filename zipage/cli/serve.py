@@ -30,7 +30,7 @@ _PANELS = {
     "Limits": "max_queued_requests request_timeout stall_timeout drain_timeout max_body_size "
     "max_n max_prompts max_stop max_logprobs",
 }
-#: Options of the server that are those of the engine's process.
+#: Options of the server that are passed to the engine's process.
 _PROCESS = ("max_queued_requests", *_PANELS["Engine process"].split())
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 
@@ -64,7 +64,7 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
             near = difflib.get_close_matches(str(key), names, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise typer.BadParameter(f"{path} has the unknown option {key!r}{hint}")
-        # Not every option whose default is null has a word for it.
+        # Not every option whose default is null can express null on the command line.
         if value is not None or option.default is not None:
             if isinstance(value, dict) and "--policy-option" not in option.opts:
                 raise typer.BadParameter(f"{path} has a mapping as the value of {key!r}")
@@ -74,7 +74,7 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _as_flag(value: Any) -> Any:
-    """A value of the file as it would stand on the command line."""
+    """A value of the file as it would be given on the command line."""
     if isinstance(value, dict):
         return [f"{name}={json.dumps(entry)}" for name, entry in value.items()]
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def serve(
     """
     with die_on_interrupt():
         if "ZIPAGE_API_KEYS" in os.environ and not server["api_keys"]:
-            # As a compose file leaves it whose variable is not set: not meant to open the server.
+            # An unset variable in a compose file gives this, and is not meant to open the server.
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
         settings = ServerSettings(**server)
         # Mistakes are reported before anything is loaded.
@@ -138,7 +138,7 @@ def serve(
 
 
 def _announce(line: str) -> None:
-    # Nobody to read it, or a full disk, is no reason not to serve: the log is treated alike.
+    # A closed pipe or a full disk is no reason not to serve; logging behaves the same.
     with contextlib.suppress(OSError):
         typer.echo(line, err=True)
 

@@ -16,7 +16,7 @@ def print_report(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> None
 
     Args:
         setting: what `zipage bench serve --json` writes as ``serving``.
-        summary: of `zipage.bench.serving.summarize`.
+        summary: result of `zipage.bench.serving.summarize`.
     """
     console = Console()
 
@@ -47,7 +47,7 @@ def print_report(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> None
         say(f"failed, {kind}: {count}. For example: {summary['failure_details'][kind]}")
     if summary["without_usage"]:
         say(
-            f"{summary['without_usage']} answers had no usage: each of their chunks counts as a "
+            f"{summary['without_usage']} answers had no usage: each of their chunks counts as one "
             "token"
         )
     if summary["shorter_than_asked"]:

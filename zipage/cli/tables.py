@@ -1,4 +1,4 @@
-"""Tables with more columns than a terminal may have room for."""
+"""Tables that may be wider than the terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _UNBOUNDED = 10_000
 def print_table(
     rows: Sequence[Sequence[str]], keys: int = 1, title: str = "", frame: box.Box = box.SIMPLE_HEAD
 ) -> None:
-    """Print a table to standard output, without shortening what stands in it.
+    """Print a table to standard output without shortening its cells.
 
-    Where it is wider than the terminal, columns go to further tables below the first, each of
-    which begins with the key columns. What is written to a file is one table.
+    If it is wider than the terminal, columns move to further tables below the first, each of
+    which repeats the key columns. A file gets a single table.
 
     Args:
-        rows: the first is the heading; others may be shorter, the rest of them is empty.
-        keys: how many columns say which row it is.
-        title: stands above.
-        frame: the lines of the table.
+        rows: the first is the heading; shorter rows are padded with empty cells.
+        keys: how many columns identify a row.
+        title: printed above the table.
+        frame: style of the table's lines.
     """
     console = Console()
     limit = console.width if console.is_terminal else _UNBOUNDED
@@ -50,5 +50,5 @@ def _table(
 
 
 def _width(table: Table) -> int:
-    """Columns of the terminal that the table needs."""
+    """Terminal columns that the table needs."""
     return Console(width=_UNBOUNDED).measure(table).maximum

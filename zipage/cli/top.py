@@ -1,4 +1,4 @@
-"""`zipage top`: what a running server does, in a terminal."""
+"""`zipage top`: what a running server is doing, in a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from zipage.errors import ConfigError
 
-#: Seconds that rates and percentiles are taken over.
+#: Seconds over which rates and percentiles are taken.
 _WINDOW = 60.0
 _TIMEOUT = 5.0
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -27,13 +27,13 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass
 class Reading:
-    """The metrics of a server at a time.
+    """The metrics of a server at one moment.
 
     Attributes:
-        time: of `time.monotonic`, in seconds.
-        values: by metric name, or name and a label's value; summed over other labels.
+        time: the moment on `time.monotonic`'s clock, in seconds.
+        values: by metric name, or by name and a label's value; summed over other labels.
         buckets: upper bounds and cumulative counts of histograms, by name.
-        model_name: what the server calls its model.
+        model_name: the server's name for its model.
     """
 
     time: float
@@ -42,15 +42,15 @@ class Reading:
     model_name: str = ""
 
     def get(self, name: str) -> float:
-        """A value, 0 if there is none."""
+        """The value of a metric, 0 if there is none."""
         return self.values.get(name, 0.0)
 
 
 def read_metrics(text: str, now: float) -> Reading:
-    """Read what /metrics answered.
+    """Parse a response of /metrics.
 
     Raises:
-        ValueError: it is not in Prometheus's format.
+        ValueError: `text` is not in Prometheus's format.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -71,8 +71,8 @@ def read_metrics(text: str, now: float) -> Reading:
 
 
 def percentile(share: float, now: dict[float, float], before: dict[float, float]) -> float | None:
-    """The value that `share` of what came in between does not exceed, by linear interpolation in
-    its bucket as Prometheus does; None if nothing came.
+    """The value that `share` of the observations in between do not exceed, interpolated linearly in
+    its bucket as Prometheus does; None if there were none.
 
     Args:
         share: from 0 to 1.
@@ -93,7 +93,7 @@ def percentile(share: float, now: dict[float, float], before: dict[float, float]
 
 
 class History:
-    """The readings of the last minute; a server that started anew begins a new one."""
+    """The readings of the last minute; starts over when the server was restarted."""
 
     def __init__(self) -> None:
         self.readings: collections.deque[Reading] = collections.deque()
@@ -113,7 +113,7 @@ class History:
             self.readings.popleft()
 
     def rate(self, name: str, seconds: float = 3.0) -> float | None:
-        """Growth of a counter a second over the last few seconds; None after one reading."""
+        """Growth of a counter per second over the last few seconds; None after one reading."""
         last = self.readings[-1]
         first = next((r for r in self.readings if r.time >= last.time - seconds), last)
         if first is last:
@@ -129,7 +129,7 @@ class History:
         return percentile(share, last.buckets.get(name, {}), before)
 
     def share(self, part: str, whole: str) -> float | None:
-        """Growth of one counter by that of another, over the last minute."""
+        """Growth of one counter divided by that of another, over the last minute."""
         first, last = self.readings[0], self.readings[-1]
         base = Reading(0.0) if first is last else first
         all_of_it = last.get(whole) - base.get(whole)
@@ -137,7 +137,7 @@ class History:
 
 
 def screen(history: History, url: str, width: int) -> Panel:
-    """The figures as a picture."""
+    """The figures as a panel."""
     last = history.readings[-1]
     bar = max(10, min(50, width - 52))
     grid = Table.grid(padding=(0, 2))
@@ -218,7 +218,7 @@ def screen(history: History, url: str, width: int) -> Panel:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """Values as a line of bars, the tallest as high as a line."""
+    """Values as a row of bars; the tallest fills the line."""
     values = list(values)
     most = max(values, default=0.0)
     if most <= 0:
@@ -238,14 +238,14 @@ def _seconds(value: float | None) -> str:
 
 def top(
     url: Annotated[
-        str, typer.Option(help="The server, or the address of its API or metrics.")
+        str, typer.Option(help="URL of the server, its API or its metrics.")
     ] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Read once, print and exit.")] = False,
 ) -> None:
-    """Show what a running server does.
+    """Show what a running server is doing.
 
-    Goes on when the server is restarted; Ctrl-C ends it. Where the output is no terminal, every
+    Continues when the server is restarted; Ctrl-C ends it. If the output is not a terminal, every
     reading is printed. Needs `pip install 'zipage[serve]'`.
     """
     try:
@@ -261,7 +261,7 @@ def top(
     console, history = Console(), History()
 
     def read(client: httpx.Client) -> str | None:
-        """Take a reading; returns why there is none."""
+        """Take a reading; returns what went wrong, or None."""
         try:
             answer = client.get(metrics)
             answer.raise_for_status()

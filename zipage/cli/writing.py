@@ -13,14 +13,14 @@ import typer
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Find out before the work whether its results can be written. Creates nothing.
+    """Check before any work is done that its results can be written. Creates nothing.
 
     Args:
         option: the option that names the file.
         path: the file; None if the option is not given.
 
     Raises:
-        typer.BadParameter: it is a folder, there is no folder for it, or it may not be written.
+        typer.BadParameter: it is a folder, its folder does not exist, or it may not be written.
     """
     if path is None:
         return
@@ -29,14 +29,14 @@ def check_writable(option: str, path: Path | None) -> None:
     elif not path.parent.is_dir():
         cause = f"there is no folder {str(path.parent)!r}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        cause = "that is not permitted"
+        cause = "permission denied"
     else:
         return
     raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
 
 
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Write results as JSON, if somebody wants them; see `writing`."""
+    """Write results as JSON if `path` is given; see `writing`."""
     if path is not None:
         with writing(str(path)):
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -44,15 +44,15 @@ def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def writing(what: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Exit with one line and code 1 if what runs inside can't write.
+    """Exit with one line and code 1 if writing inside the block fails.
 
     Args:
-        what: is written, for the message.
-        stream: what it is written to. Nothing reaches it after a failure.
+        what: what is written, for the message.
+        stream: where it is written. Nothing reaches it after a failure.
     """
     try:
         yield
-    except BrokenPipeError:  # whoever read has enough: typer exits without a word
+    except BrokenPipeError:  # the reader has enough: typer exits silently
         raise
     except OSError as error:
         if stream is not None:
@@ -63,7 +63,7 @@ def writing(what: str, stream: TextIO | None = None) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Lead a stream nowhere: closing it would fail again on what it still holds."""
+    """Redirect a stream to nowhere: closing it would fail again on its buffer."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

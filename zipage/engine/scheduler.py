@@ -216,8 +216,7 @@ class Scheduler:
         return jobs
 
     def finish_compression(self, request_id: str) -> Request:
-        """A compression ended: the request continues in its target blocks, the others are released.
-        """
+        """A compression ended: the request continues in its target blocks, the rest is released."""
         job = self.jobs.pop(request_id)
         request = self.requests[request_id]
         self.counters.compressions += 1

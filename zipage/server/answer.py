@@ -1,4 +1,4 @@
-"""From the text of a chat answer to reasoning, content and tool calls."""
+"""Splits the text of a chat answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ToolPlan:
     """Which tools a request offers, and how their calls are found.
 
     Attributes:
-        described: what the chat template is told.
-        form: what forces a call; None where the model is free.
+        described: tool descriptions for the chat template.
+        form: form that forces a call; None if the model may choose.
         make_parser: makes the parser of an answer, given whether it is streamed.
     """
 
@@ -43,17 +43,17 @@ def plan_tools(
     parallel: bool | None,
     parameters_field: str = "tools.{}.function.parameters",
 ) -> ToolPlan:
-    """What a request's tools ask for.
+    """Work out how a request's tools are described, forced and parsed.
 
     Args:
-        serving: says how the model writes calls.
-        tools: on offer.
+        serving: knows how the model writes calls.
+        tools: tools offered.
         choice: which of them may or must be called.
         parallel: whether there may be several calls.
-        parameters_field: where the request has the parameters of the tool of a number.
+        parameters_field: maps a tool's index to the request's field with its parameters.
 
     Raises:
-        ApiError: the choice fits no tool, or nothing is known of how the model calls them.
+        ApiError: the choice fits no tool, or it is not known how the model writes calls.
     """
     names = [tool.function.name for tool in tools or ()]
     if not tools:
@@ -67,7 +67,7 @@ def plan_tools(
     if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         if name not in names:
-            raise bad_request("tool_choice", f"tool_choice names {name!r}, which is no tool")
+            raise bad_request("tool_choice", f"tool_choice names {name!r}, which is not in tools")
         index = names.index(name)
         called = tools[index].function.parameters
         field = "tool_choice" if called is None else parameters_field.format(index)
@@ -91,7 +91,7 @@ def plan_tools(
     if style is None:
         raise bad_request(
             "tools",
-            "the model's chat template says nothing of tools: start the server with "
+            "the model's chat template does not mention tools: start the server with "
             "--tool-call-parser, or send tool_choice='required' or 'none'",
         )
     return ToolPlan(described, None, lambda streaming: style(names, streaming, most))
@@ -105,7 +105,7 @@ def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
     given = [_parameters(tool).get("$id") for tool in tools]
     calls = []
     for index, (tool, own) in enumerate(zip(tools, given, strict=True)):
-        # A document of its own, whose root its references (#/$defs/...) start from.
+        # Its own document, so that its references (#/$defs/...) start from its root.
         document = own if own and given.count(own) == 1 else f"json-schema:///tool{index}/"
         calls.append(
             {
@@ -125,12 +125,12 @@ def _required_schema(tools: list[Tool], most: int | None) -> dict[str, Any]:
 
 
 class AnswerParser:
-    """Splits one answer, however its text is cut.
+    """Splits one answer, however its text is cut into pieces.
 
     Args:
         reasons: whether reasoning is split off.
         opened: whether the prompt opened it, see `ReasoningSplitter`.
-        tools: finds calls in what follows; None if there are none.
+        tools: finds calls after the reasoning; None if there are no tools.
     """
 
     def __init__(self, reasons: bool, opened: bool | None, tools: ToolCallParser | None) -> None:
@@ -139,14 +139,14 @@ class AnswerParser:
         self.called = False
 
     def push(self, text: str) -> Piece:
-        """Takes text; returns what is now certain."""
+        """Takes text; returns the parts that are now certain."""
         reasoning, content = "", text
         if self._reasoning is not None:
             reasoning, content = self._reasoning.push(text)
         return self._split(reasoning, content)
 
     def finish(self, truncated: bool) -> Piece:
-        """Returns what was held back."""
+        """Returns the text held back."""
         reasoning, content = "", ""
         if self._reasoning is not None:
             reasoning, content = self._reasoning.finish()
@@ -183,7 +183,7 @@ def reasoning_counter(
 
     def count(completion: CompletionOutput) -> int:
         reasons = opened
-        if reasons is None:  # only where the answer opens it, as its first word
+        if reasons is None:  # only if the answer itself opens it, as its first word
             reasons = completion.text.lstrip().startswith(OPEN)
         if not reasons:
             return 0

@@ -1,4 +1,4 @@
-"""The application: routes, what they take and what they answer."""
+"""The application: routes, their requests and their responses."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ from zipage.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-#: Levels of lists and objects in a body. What reads and writes JSON, schemas and templates here
-#: gives up at levels of its own, the first at 128.
+#: Nesting depth of lists and objects in a body. The libraries for JSON, schemas and templates have
+#: limits of their own, the lowest at 128.
 _MAX_DEPTH = 100
-#: Lists, objects and members of objects in a body. A million members take more than a second of
-#: decoding and checking, in which no other thread runs.
+#: Lists, objects and members of objects in a body. Decoding and checking a million members takes
+#: more than a second, in which no other thread runs.
 _MAX_PARTS = 1 << 18
 
-#: Bytes from which on a body is decoded beside the event loop.
+#: Bodies of at least this many bytes are decoded on a thread.
 _LARGE_BODY = 1 << 20
 
 
@@ -81,7 +81,7 @@ def _is_deep(value: Any) -> bool:
 
 
 class _JSONRequest(Request):
-    """Reads bodies as JSON and nothing looser: no NaN, no lone surrogates, no endless nesting."""
+    """Reads bodies as strict JSON: no NaN, no lone surrogates, no deep nesting."""
 
     async def json(self) -> Any:
         """The decoded body."""
@@ -107,7 +107,7 @@ def _decode(body: bytes) -> Any:
 
 
 def _num_parts(body: bytes) -> int:
-    """Lists, objects and members of objects; if they are few, with what looks so in strings."""
+    """Lists, objects and members of objects; if few, their marks inside strings count too."""
     marks = (b"[", b"{", b":")
     most = sum(map(body.count, marks))
     if most <= _MAX_PARTS:
@@ -163,9 +163,9 @@ _GENERATION_ERRORS = (*_TEXT_ERRORS, 429, 504)
 
 
 def _streams(model: type | None, description: str) -> dict[str, Any]:
-    """Documentation of an answer that is an object, or a stream of events."""
+    """Documentation of a response that is an object or a stream of events."""
     text = {"type": "string"}
-    # OpenAPI 3.2's word for what each event is.
+    # OpenAPI 3.2's keyword for the schema of each event.
     events = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
     content: dict[str, Any] = {"text/event-stream": {"itemSchema": events}}
     return {"model": model, "content": content, "description": description}
@@ -179,7 +179,7 @@ def create_app(
     Args:
         engine: answers; stopped with the application if it `owns_engine`.
         settings: the server's options.
-        owns_engine: see there.
+        owns_engine: whether the engine is shut down with the application.
     """
     settings = settings or ServerSettings()
     serving = Serving(engine, settings)
@@ -187,7 +187,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
-        app.openapi()  # takes some tenths of a second, which no request shall wait for
+        app.openapi()  # takes some tenths of a second, which no request should wait for
         async with AsyncExitStack() as stack:
             stack.callback(engine.listen(metrics.observe))
             if dashboard is not None:
@@ -201,7 +201,7 @@ def create_app(
         version=__version__,
         description="An OpenAI-compatible API with constant KV memory per request.",
         lifespan=lifespan,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other servers
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -219,7 +219,7 @@ def create_app(
     _add_metrics(app, metrics)
     dashboard = Dashboard(app, serving) if settings.dashboard else None
     _add_head(app)
-    # The last one added is the first to see a request.
+    # The last middleware added is the first to see a request.
     app.add_middleware(BodyLimit, limit=settings.body_limit)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -306,17 +306,17 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models", response_model=ModelList, responses=_errors(401, 500))
     async def list_models() -> Response:
-        """The names of the model."""
+        """All names of the model."""
         return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
 
     @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=_errors(401, 404, 500))
     async def get_model(model: str) -> Response:
-        """One of them."""
+        """One name of the model."""
         return JSONResponse(card(serving.check_model(model)))
 
     @app.get("/health", response_model=Health, responses=_errors(500, 503))
     async def health() -> Response:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         if serving.draining:
             raise unavailable("the server is shutting down")
         if not serving.engine.is_running:
@@ -330,7 +330,7 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_head(app: FastAPI) -> None:
-    """Lets HEAD answer like GET, as load balancers probe with it; uvicorn leaves the body out."""
+    """Answers HEAD like GET, for load balancers that probe with it; uvicorn omits the body."""
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()) and route.path != EVENTS:
             app.add_api_route(
@@ -349,5 +349,5 @@ def _add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
         responses={200: {"description": "Prometheus's text format."}, **_errors(500)},
     )
     async def prometheus_metrics() -> Response:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(metrics.exposition(), headers={"Content-Type": EXPOSITION_TYPE})

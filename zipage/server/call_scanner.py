@@ -1,4 +1,4 @@
-"""Reading one tool call, ``{"name": ..., "arguments": {...}}``, while its JSON comes."""
+"""Reading one tool call, ``{"name": ..., "arguments": {...}}``, while its JSON is generated."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 
 class CallScanner:
-    """A scanner of one JSON object that never looks at a character twice.
+    """A scanner of one JSON object that looks at every character once.
 
     Attributes:
         name: the function, once it is known.
         arguments: JSON text of the arguments so far, as the model wrote it.
         started: whether the arguments have begun.
-        state: ``open``, ``done`` at the closing brace, or ``failed`` where it is no call.
+        state: ``open``, ``done`` at the closing brace, or ``failed`` if it is not a call.
         raw: all text taken.
-        rest: what came after the end, or after the failure.
+        rest: the text after the end, or after the failure.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class CallScanner:
             if not self.name:
                 self.state = "failed"
         elif self._is_arguments:
-            # Some models write the arguments as a JSON text in a string.
+            # Some models write the arguments as a string that contains JSON.
             self.arguments = "{}" if text == "null" else value if isinstance(value, str) else ""
             self.started = True
             if not self.is_valid:

@@ -54,7 +54,7 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
 
 
 class _Answer:
-    """How the output of a request is reported."""
+    """Reports the output of a request."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Answer:
         self._trackers = [DeltaTracker() for _ in range(params.n)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer that is not streamed, a `ChatCompletionResponse`."""
+        """The answer when not streamed, a `ChatCompletionResponse`."""
         (output,) = outputs
         choices = []
         for completion in output.outputs:
@@ -98,7 +98,7 @@ class _Answer:
             message: dict[str, Any] = {
                 "role": "assistant",
                 "refusal": None,
-                # As in OpenAI's API there is no content beside calls, unless the model wrote some.
+                # As in OpenAI's API, content beside calls is null unless the model wrote some.
                 "content": content if content or not calls else None,
                 "reasoning_content": reasoning_shown,
                 "reasoning": reasoning_shown,
@@ -189,7 +189,7 @@ class _Answer:
         return told
 
     def _extras(self, delta: Delta) -> dict[str, Any]:
-        """What a choice reports beside its text."""
+        """What a choice reports besides its text."""
         extras: dict[str, Any] = {}
         if delta.logprobs is not None:
             extras["logprobs"] = chat_logprobs(
@@ -209,7 +209,7 @@ class _Answer:
 
 
 def joined_calls(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """The calls that deltas add up to."""
+    """The complete calls that deltas add up to."""
     calls: list[ToolCallDelta] = []
     for delta in deltas:
         if delta.name is not None:

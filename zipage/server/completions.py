@@ -1,4 +1,4 @@
-"""/v1/completions: prompts continued as they are."""
+"""/v1/completions: prompts continued without a chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zipage.server.streaming import (
 )
 from zipage.server.usage import StreamedUsage, kv_stats, usage
 
-#: Most tokens where a request says nothing, as in OpenAI's API.
+#: Default of max_tokens, as in OpenAI's API.
 _DEFAULT_MAX_TOKENS = 16
 
 
@@ -45,7 +45,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
     serving.check_length(longest, "prompt", max_tokens, "max_tokens")
     params, form = serving.sampling(
         body,
-        # The engine always generates; the one token of a request for none is left out.
+        # The engine always generates at least one token; it is dropped if none was requested.
         max_tokens or 1,
         body.logprobs,
         body.logprobs if body.echo else None,
@@ -56,7 +56,7 @@ async def complete(serving: Serving, request: Request, body: CompletionRequest) 
 
 
 class _Answer:
-    """How the outputs of a request are reported."""
+    """Reports the outputs of a request."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Answer:
         self._logprobs = [CompletionLogprobWriter(as_ids) for _ in range(count)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer that is not streamed, a `CompletionResponse`."""
+        """The answer when not streamed, a `CompletionResponse`."""
         choices = []
         for position, output in enumerate(outputs):
             choices += self._choices(position, output)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what this server takes and answers."""
+"""The OpenAPI document: this server's requests and responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zipage.server.serving import Serving
 
 
 def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
-    """The document of an application, of what is really answered, with this server's limits."""
+    """The document of an application, with the actual error responses and this server's limits."""
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
@@ -25,7 +25,7 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
         for field, described in schema.get("properties", {}).items():
             usual = limits.get(field, {}) if name.endswith("Request") else {}
             _limit(described, limits.get(f"{name}.{field}", usual))
-    # A message has content, or calls.
+    # A message needs content or calls.
     schemas["Message"]["anyOf"] = [
         {"required": [field], "properties": {field: {"type": kinds, "minItems": 1}}}
         for field, kinds in (("content", ["string", "array"]), ("tool_calls", ["array"]))
@@ -35,7 +35,7 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            # FastAPI's own answer to malformed bodies; here it is 400.
+            # FastAPI's default answer to malformed bodies; this server answers 400.
             operation["responses"].pop("422", None)
             if has_keys and is_protected(path):
                 operation["security"] = [{"key": []}]
@@ -43,7 +43,7 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
 
 
 def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
-    """What fields of requests, or of one schema, must be beyond their types, as JSON Schema."""
+    """Limits of fields beyond their types, as JSON Schema, by field or by schema and field."""
     settings, length = serving.settings, serving.engine.max_model_len - 1
     token_id = {"minimum": 0, "maximum": serving.engine.vocab_size - 1}
     alternatives = {"minimum": 0, "maximum": settings.max_logprobs}
@@ -95,7 +95,7 @@ _KEYWORDS = {
 
 
 def _limit(schema: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Add limits to the parts of a field's schema that they apply to."""
+    """Add limits to those parts of a field's schema that they apply to."""
     if "enum" in limits:
         schema |= limits
     for keyword in _KEYWORDS.get(schema.get("type", ""), ()):

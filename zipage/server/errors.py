@@ -31,19 +31,19 @@ _TYPES = {
     504: "timeout_error",
 }
 _CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "engine_overloaded"}
-#: Seconds after which a client that was turned away may come back.
+#: Seconds after which a rejected client may try again.
 RETRY_AFTER = 1
 
 
 class ApiError(HTTPException):
-    """An error that is answered as it stands.
+    """An error that is sent to the client unchanged.
 
     Args:
         status: the HTTP status.
-        message: for people.
+        message: text for people.
         param: the field of the request that is at fault.
-        code: for programs.
-        headers: of the answer.
+        code: error code for programs.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ApiError(HTTPException):
         self.code = code or _CODES.get(status)
 
     def body(self) -> dict[str, Any]:
-        """The answer's body."""
+        """The response's body."""
         kind = _TYPES.get(self.status_code)
         if kind is None:
             kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
@@ -88,7 +88,7 @@ def unavailable(message: str) -> ApiError:
 
 
 def from_exception(error: BaseException) -> ApiError | None:
-    """The answer to an error of the engine; None for what is a bug."""
+    """The response to an error of the engine; None if the error is a bug."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
@@ -108,9 +108,9 @@ def from_exception(error: BaseException) -> ApiError | None:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The answer to a body that does not fit its model; names the first field at fault."""
+    """The response to a body that does not fit its model; names the first field at fault."""
     first = errors[0]
-    # Unions add the name of each alternative to the path: only the client's own names are shown.
+    # Unions add the name of each alternative to the path; only the client's own names are shown.
     path = [str(part) for part in first["loc"][1:] if _is_client_name(part)]
     field = ".".join(path)
     if first["type"] == "missing" and not path:
@@ -134,7 +134,7 @@ def _alternatives(errors: Sequence[Mapping[str, Any]], field: Any) -> int:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Answers `ApiError`, and what routing raises: unknown paths and methods."""
+    """Answers `ApiError` and errors of routing: unknown paths and methods."""
     if isinstance(error, ApiError):
         return error.response()
     assert isinstance(error, HTTPException)
@@ -153,7 +153,7 @@ async def on_invalid_body(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_zipage_error(request: Request, error: Exception) -> JSONResponse:
-    """Answers what the engine refuses."""
+    """Answers requests that the engine refuses."""
     answer = from_exception(error)
     assert answer is not None
     return answer.response()

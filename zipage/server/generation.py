@@ -1,4 +1,4 @@
-"""Requests in the engine, and what their outputs add from one look to the next."""
+"""Requests in the engine, and what each of their outputs adds to the previous one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         request_id: what the engine calls it.
-        text: the prompt as text, if it was one.
+        text: the prompt's text, if it was given as text.
         token_ids: the prompt.
         params: how to sample.
         priority: lower runs earlier.
@@ -42,19 +42,19 @@ EndOfJob = Callable[[Job, int, RequestOutput | None, BaseException | None], None
 
 
 class Generation:
-    """Some jobs, read together. Leaving the ``async with`` block aborts what is unfinished.
+    """Several jobs, read together. Leaving the ``async with`` block aborts unfinished ones.
 
-    Only the latest output of each job is kept, so that a slow reader costs no memory: it gets
-    larger pieces.
+    Only the latest output of each job is kept, so a slow reader costs no memory: it gets larger
+    pieces.
 
     Args:
-        engine: runs them.
+        engine: runs the jobs.
         jobs: what to run.
         timeout: seconds they may take; None for no limit.
-        ended: told of every job that ended: the job, when it began in nanoseconds since the epoch,
-            its last output, and what it failed with.
+        ended: called for every job that ended, with the job, when it began in nanoseconds since
+            the epoch, its last output, and the error it failed with.
         final_only: whether only the last outputs are wanted.
-        form: of the answers, if one is demanded: errors about it name its field.
+        form: the required form of the answers, if any: errors about it name its field.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Generation:
             raise self._error
 
     async def updates(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What is new: the job's index and its output so far. Errors as in `ready`."""
+        """Updates as they come: the job's index and its output so far. Errors as in `ready`."""
         while self._unfinished or self._pending:
             await self._changed.wait()
             self._changed.clear()
@@ -160,7 +160,7 @@ class Generation:
                 raise unavailable(output.error)
             raise ApiError(500, f"the request failed: {output.error}")
         if any(completion.finish_reason == "abort" for completion in output.outputs):
-            raise unavailable("the request was aborted, as the engine is shutting down")
+            raise unavailable("the request was aborted because the engine is shutting down")
 
     def _time_out(self) -> None:
         self._fail(ApiError(504, f"the request took longer than {self._timeout:g} seconds"))
@@ -176,8 +176,8 @@ class Delta:
     """What was added to a completion.
 
     Attributes:
-        completion: the whole of it so far.
-        first: whether nothing was reported of it before.
+        completion: all of it so far.
+        first: whether nothing of it was reported before.
     """
 
     completion: CompletionOutput
@@ -190,7 +190,7 @@ class Delta:
 
 @dataclass
 class DeltaTracker:
-    """What was reported of one completion."""
+    """Tracks what was reported of one completion."""
 
     _characters: int = 0
     _tokens: int = 0

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two APIs."""
+"""Log-probabilities in the formats of the two APIs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from zipage.engine.token_pieces import token_pieces
 from zipage.outputs import Logprob
 
-#: What stands for minus infinity, which JSON does not have; vLLM's value.
+#: Replaces minus infinity, which JSON cannot express; vLLM's value.
 LOWEST = -9999.0
 
 
@@ -33,7 +33,7 @@ def chat_logprobs(
     top: int,
     texts: TokenTexts,
 ) -> dict[str, Any]:
-    """Those of generated tokens, with the `top` most likely ones, as chat completions show them."""
+    """Log-probabilities of generated tokens and of the `top` most likely, for chat completions."""
 
     def shape(token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token or ""
@@ -52,7 +52,7 @@ def chat_logprobs(
 
 
 class CompletionLogprobWriter:
-    """Those of one choice's tokens as completions show them, piece by piece.
+    """Log-probabilities of one choice's tokens for completions, piece by piece.
 
     Args:
         as_ids: name tokens ``token_id:ID`` in place of their text.
@@ -80,7 +80,7 @@ class CompletionLogprobWriter:
                 continue
             values.append(max(entry[token_id].logprob, LOWEST))
             top: dict[str, float] = {}
-            # Different pieces of characters have the same text: the most likely one counts.
+            # Different pieces of characters have the same text: the most likely one is reported.
             for other, logprob in sorted(entry.items(), key=lambda item: item[1].rank):
                 name = self._name(other, logprob.decoded_token or "")
                 top.setdefault(name, max(logprob.logprob, LOWEST))

@@ -1,8 +1,8 @@
 """/metrics: the engine's and the server's numbers for Prometheus.
 
-Names and labels are vLLM's where the meaning is the same, so that its Grafana boards work; what
-only Zipage has starts with ``zipage:``. Counters and gauges are read from `EngineStats` when
-somebody asks; distributions are filled step by step.
+Names and labels are vLLM's where the meaning is the same, so that its Grafana dashboards work;
+Zipage's own metrics start with ``zipage:``. Counters and gauges are read from `EngineStats` at
+each scrape; histograms are filled step by step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 from zipage.engine.client import EngineClient
 from zipage.engine.stats import EngineStats, FinishedCompletion, StepStats
 
-#: Also for clients that prefer OpenMetrics, as Prometheus does: there prometheus_client (0.26,
-#: its issue 1177) writes the colons of names as underscores unless UTF-8 names are asked for.
+#: Also for clients that prefer OpenMetrics, as Prometheus does: in that format prometheus_client
+#: (0.26, its issue 1177) replaces colons in names by underscores unless UTF-8 names are requested.
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LABELS = ("model_name", "engine")
@@ -53,7 +53,7 @@ _GAUGES = (
     ("vllm:num_requests_waiting", "Requests not admitted yet, or preempted.", "waiting"),
     ("vllm:num_requests_swapped", "Requests whose cache lies in host memory.", "swapped"),
     ("vllm:kv_cache_usage_perc", "Share of owned KV blocks, 1 for all.", "kv_cache_usage"),
-    ("vllm:gpu_cache_usage_perc", "The same by its older name.", "kv_cache_usage"),
+    ("vllm:gpu_cache_usage_perc", "The same under its older name.", "kv_cache_usage"),
     ("zipage:requests_compressing", "Requests whose compression is in flight.", "compressing"),
     ("zipage:query_slots_in_use", "Query slots that requests hold.", "query_slots_in_use"),
     ("zipage:query_slots", "Query slots of the pool.", "query_slots_total"),
@@ -64,24 +64,24 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Preemptions of all kinds.", "preemptions"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "prefix_cache_queries"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", "prefix_cache_hits"),
-    ("vllm:gpu_prefix_cache_queries", "The same by its older name.", "prefix_cache_queries"),
-    ("vllm:gpu_prefix_cache_hits", "The same by its older name.", "prefix_cache_hits"),
+    ("vllm:gpu_prefix_cache_queries", "The same under its older name.", "prefix_cache_queries"),
+    ("vllm:gpu_prefix_cache_hits", "The same under its older name.", "prefix_cache_hits"),
     ("zipage:compressions", "Finished compressions.", "compressions"),
-    ("zipage:evicted_tokens", "Tokens evicted of each layer and KV head.", "evicted_tokens"),
-    ("zipage:prefill_tokens", "Prompt tokens computed, recomputed ones too.", "prefill_tokens"),
+    ("zipage:evicted_tokens", "Tokens evicted from each layer and KV head.", "evicted_tokens"),
+    ("zipage:prefill_tokens", "Prompt tokens computed or recomputed.", "prefill_tokens"),
     ("zipage:steps", "Model steps.", "steps"),
     ("zipage:step_seconds", "Seconds in engine steps.", "step_seconds"),
     ("zipage:forward_seconds", "Seconds in the model and in sampling.", "forward_seconds"),
-    ("zipage:stalls_resolved", "Preemptions as nothing else could go on.", "stalls_resolved"),
+    ("zipage:stalls_resolved", "Preemptions because nothing could run.", "stalls_resolved"),
     ("zipage:requests_submitted", "Accepted requests.", "requests_submitted"),
     ("zipage:requests_refused", "Requests refused as illegal.", "requests_refused"),
-    ("zipage:engine_restarts", "Engines started in place of dead ones.", "engine_restarts"),
+    ("zipage:engine_restarts", "Engines started to replace dead ones.", "engine_restarts"),
 )
 #: Name, documentation, upper bounds of the buckets; None for token counts.
 _HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("vllm:time_to_first_token_seconds", "From submission to the first token.", _FIRST_TOKEN),
     ("vllm:inter_token_latency_seconds", "From one token to the next.", _PER_TOKEN),
-    ("vllm:time_per_output_token_seconds", "The same by its older name.", _PER_TOKEN),
+    ("vllm:time_per_output_token_seconds", "The same under its older name.", _PER_TOKEN),
     ("vllm:iteration_tokens_total", "Tokens computed in a step.", _ITERATION),
     ("zipage:compression_seconds", "Duration of a compression.", _COMPRESSION),
     ("vllm:e2e_request_latency_seconds", "From submission to the end.", _REQUEST),
@@ -102,7 +102,7 @@ class Distribution:
     """Counts of values by bucket. Not thread-safe.
 
     Args:
-        bounds: upper bounds of the buckets, ascending; a last bucket takes what is larger.
+        bounds: upper bounds of the buckets, ascending; a last bucket takes larger values.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -129,7 +129,7 @@ class ServerMetrics(Collector):
     """The metrics of one application.
 
     Args:
-        engine: whose statistics are reported; `observe` is to be called for its steps.
+        engine: whose statistics are reported; `observe` must be called after each of its steps.
         model_name: label of all metrics.
     """
 
@@ -140,7 +140,7 @@ class ServerMetrics(Collector):
             name: Distribution(tokens if bounds is None else bounds)
             for name, _, bounds in _HISTOGRAMS
         }
-        #: Answers by method, path and status.
+        #: Number of responses by method, path and status.
         self._answers: Counter[tuple[str, str, int]] = Counter()
         self._lock = threading.Lock()
         self.registry = CollectorRegistry()
@@ -149,18 +149,18 @@ class ServerMetrics(Collector):
     # ------------------------------------------------------------------ what happens
 
     def observe(self, stats: EngineStats) -> None:
-        """Take the last step of `stats`. For any thread."""
+        """Record the last step of `stats`. From any thread."""
         with self._lock:
             for name, values in _of_step(stats.last_step).items():
                 self._distributions[name].observe(values)
             for completion in stats.last_step.finished:
-                # The others did not take as long as they would have.
+                # Aborted and failed ones were cut short.
                 if completion.finish_reason in ("stop", "length"):
                     for name, value in _of_completion(completion).items():
                         self._distributions[name].observe((value,))
 
     def answered(self, method: str, path: str, status: int) -> None:
-        """Count a request that was answered; `path` must be one of few."""
+        """Count a response; `path` must be one of a bounded set."""
         with self._lock:
             self._answers[method if method in _METHODS else "other", path, status] += 1
 
@@ -190,7 +190,7 @@ class ServerMetrics(Collector):
             yield self._labelled(
                 GaugeMetricFamily(name, text, labels=_LABELS), getattr(stats, field)
             )
-        up = GaugeMetricFamily("zipage:engine_up", "1 while requests are taken.", labels=_LABELS)
+        up = GaugeMetricFamily("zipage:engine_up", "1 while requests are accepted.", labels=_LABELS)
         yield self._labelled(up, self._engine.is_running)
         labels: tuple[str, ...] = (*_LABELS, "state")
         blocks = GaugeMetricFamily("zipage:kv_blocks", "Blocks of the KV pool.", labels=labels)
@@ -212,7 +212,7 @@ class ServerMetrics(Collector):
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         fields = [(name, text, getattr(stats, field)) for name, text, field in _COUNTERS]
         refused = self._engine.queue_refusals
-        fields.append(("zipage:queue_refusals", "Requests refused as too many waited.", refused))
+        fields.append(("zipage:queue_refusals", "Requests refused: queue was full.", refused))
         for name, text, value in fields:
             yield self._labelled(CounterMetricFamily(name, text, labels=_LABELS), value)
         labels = (*_LABELS, "kind")
@@ -264,7 +264,7 @@ def _of_completion(completion: FinishedCompletion) -> dict[str, float]:
 
 
 def _answer_counters(answers: Mapping[tuple[str, str, int], int]) -> Iterator[Metric]:
-    """HTTP answers, also by the name and with the labels that vLLM's boards know."""
+    """HTTP responses, also under the name and labels that vLLM's dashboards use."""
     family = CounterMetricFamily(
         "zipage:http_requests", "HTTP requests answered.", labels=("method", "path", "status")
     )

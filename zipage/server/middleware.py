@@ -1,5 +1,5 @@
-"""What surrounds every request: ids, access log, keys and limits. Plain ASGI, so that streams and
-disconnections pass through untouched."""
+"""Middleware around every request: ids, access log, API keys and limits. Plain ASGI, so that
+streams and disconnections pass through untouched."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from zipage.server.streaming import ClientDisconnected
 access_logger = logging.getLogger("zipage.server.access")
 logger = logging.getLogger(__name__)
 
-#: Client ids longer than that, or with other characters, are replaced.
+#: Longer client ids, or ones with other characters, are replaced.
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
-#: What is logged as the status of a request whose client went away, as nginx does.
+#: Status logged for a request whose client disconnected, as in nginx.
 _CLIENT_CLOSED = 499
 
-#: Paths that ask for an API key, and what lies below them.
+#: Paths that require an API key, with all paths below them.
 _PROTECTED = ("/v1", "/tokenize", "/detokenize", "/dashboard/events")
 
 
 def is_protected(path: str) -> bool:
-    """Whether a path needs an API key, if there are any."""
+    """Whether a path requires an API key, if any are set."""
     return any(_within(path, start) for start in _PROTECTED)
 
 
@@ -38,13 +38,13 @@ def _within(path: str, start: str) -> bool:
 
 
 class RequestScope:
-    """Gives every request an id, logs it, and answers 500 where a handler fails.
+    """Gives every request an id, logs it, and answers 500 if a handler fails.
 
     The id is the client's ``X-Request-Id`` if it sent a legal one.
 
     Args:
         app: handles requests.
-        answered: called for every request: method, the path as its route has it, status.
+        answered: called for every request with its method, the path of its route and the status.
     """
 
     def __init__(self, app: ASGIApp, answered: Callable[[str, str, int], None]) -> None:
@@ -105,7 +105,7 @@ class RequestScope:
 
 
 class ApiKeys:
-    """Asks for one of some keys on the paths that use the model."""
+    """Requires one of several API keys on protected paths."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -115,7 +115,7 @@ class ApiKeys:
         """Handle a request."""
         if scope["type"] == "http" and is_protected(scope["path"]):
             scheme, _, key = _header(scope, b"authorization").partition(b" ")
-            # Every key is compared, in constant time, so that the time says nothing of them.
+            # All keys are compared, in constant time, so that timing reveals nothing.
             matches = [hmac.compare_digest(key.strip(), legal) for legal in self._keys]
             if scheme.lower() != b"bearer" or not any(matches):
                 message = "the API key is missing or wrong: send Authorization: Bearer KEY"
@@ -126,7 +126,7 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuses bodies over a limit, as soon as it is known that they are."""
+    """Refuses bodies over a limit as soon as they exceed it."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -158,7 +158,7 @@ class BodyLimit:
 
 
 def _route_of(scope: Scope) -> str:
-    """A path of which there are few: the route's, not the client's."""
+    """The path template of the route, not the client's path, so that there are few."""
     route: Any = scope.get("route")
     path: str | None = getattr(route, "path_format", None)
     return path or next((start for start in _PROTECTED if _within(scope["path"], start)), "other")

@@ -1,4 +1,4 @@
-"""From what clients send to token ids."""
+"""Turns what clients send into token ids."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ChatPrompt:
     """A rendered conversation.
 
     Attributes:
-        text: what the chat template made of it.
-        token_ids: the same.
+        text: the rendered text.
+        token_ids: its tokens.
         opens_reasoning: see `prompt_opens_reasoning`.
     """
 
@@ -50,7 +50,7 @@ async def text_prompts(
     """The prompts of a request for completions.
 
     Raises:
-        ApiError: there is none, one is empty, or there are too many.
+        ApiError: there is no prompt, one is empty, or there are too many.
     """
     if len(prompt) == 0 and not isinstance(prompt, str):
         raise bad_request("prompt", "prompt is an empty list: give at least one prompt")
@@ -93,10 +93,10 @@ def chat_sampling(
     *,
     forms: Mapping[str, RequestedForm | None],
 ) -> tuple[SamplingParams, RequestedForm | None]:
-    """`Serving.sampling` of an answer that may reason before its form.
+    """`Serving.sampling` for an answer that may reason before its structured part.
 
-    A model that may reason is taken to do so unless the prompt closed its reasoning. What comes
-    before the form is reasoning then, whether or not the model opens it with its tag:
+    A model that can reason is assumed to do so unless the prompt closed its reasoning. Then all
+    text before the structured part is reasoning, whether or not the model opens it with its tag:
     `prompt.opens_reasoning` is set.
     """
     may_reason = serving.reasons and prompt.opens_reasoning is not False
@@ -118,7 +118,7 @@ async def chat_prompt(
         serving: the server.
         body: the conversation and how to render it.
         tools: functions the template may describe.
-        param: the field of the request that the conversation came in.
+        param: the request's field with the conversation.
 
     Raises:
         ApiError: the conversation is malformed, or the template refuses it.
@@ -136,13 +136,13 @@ async def chat_prompt(
     taken = inspect.signature(serving.tokenizer.apply_chat_template).parameters
     for name in options:
         if name in taken or name in ("messages", "tokenizer"):
-            message = f"chat_template_kwargs may not have {name!r}: it is no variable of templates"
+            message = f"chat_template_kwargs may not have {name!r}: it is not a template variable"
             raise bad_request("chat_template_kwargs", message)
     template = serving.chat_template
     if body.chat_template is not None:
-        # A template is a program, and one that never ends would stop the tokenizer for all.
+        # A template is a program; one that never ends would block the tokenizer for everybody.
         if not serving.settings.trust_chat_templates:
-            message = "chat_template is only taken by servers with --trust-chat-templates"
+            message = "chat_template is only accepted by servers with --trust-chat-templates"
             raise bad_request("chat_template", message)
         template = body.chat_template
     if template is not None:
@@ -173,16 +173,16 @@ async def chat_prompt(
 
 
 def _size(message: Message) -> int:
-    """About how many characters a message has; no message has none."""
+    """Approximate size of a message in characters, with 50 for each message and part."""
     if not isinstance(message.content, list):
         return 50 + len(message.content or "")
     return 50 + sum(50 + len(part.text or "") for part in message.content)
 
 
 def _for_template(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates know it."""
+    """A message in the format that templates expect."""
     fields = message.model_dump(exclude_none=True)
-    # Templates write the instructions of a system message; few know the newer name.
+    # Templates handle the system role; few know its newer name.
     if message.role == "developer":
         fields["role"] = "system"
     if isinstance(message.content, list):
@@ -192,12 +192,12 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
                     f"messages.{index}.content",
                     f"messages[{index}].content[{position}] is of type {part.type!r}"
                     + (" and has none" if part.type.endswith("text") else "")
-                    + ": only text is understood",
+                    + ": only text is supported",
                 )
         fields["content"] = "".join(part.text or "" for part in message.content)
     if "reasoning" in fields:
         fields.setdefault("reasoning_content", fields["reasoning"])
-    # Templates write arguments as JSON themselves.
+    # Templates serialise arguments to JSON themselves.
     for call in fields.get("tool_calls", ()):
         try:
             arguments = json.loads(call["function"]["arguments"] or "{}")

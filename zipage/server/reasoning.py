@@ -1,4 +1,4 @@
-"""Splitting a model's reasoning, ``<think>...</think>``, from its answer while it comes."""
+"""Splitting a model's reasoning, ``<think>...</think>``, from its answer as it is generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def prompt_opens_reasoning(prompt: str, continued: str | None = None) -> bool | 
     """Whether the answer to a rendered prompt starts inside the reasoning.
 
     Args:
-        prompt: the rendered conversation with what opens the assistant's turn.
+        prompt: the rendered conversation with the opening of the assistant's turn.
         continued: the text of the final message if it is to be continued.
 
     Returns:
-        True or False if the end of the prompt says so, None if the answer may open it itself.
+        True or False if the end of the prompt tells, None if the answer may open it itself.
     """
     if continued:
         return continued.rfind(OPEN) > continued.rfind(CLOSE)
@@ -31,7 +31,7 @@ def prompt_opens_reasoning(prompt: str, continued: str | None = None) -> bool | 
 
 
 def certain_length(text: str, tag: str) -> int:
-    """How much of a text is certainly not the start of whitespace and `tag` after it."""
+    """Length of the text that cannot be the start of whitespace followed by `tag`."""
     known = min(len(tag) - 1, len(text))
     while not text.endswith(tag[:known]):
         known -= 1
@@ -39,9 +39,9 @@ def certain_length(text: str, tag: str) -> int:
 
 
 class ReasoningSplitter:
-    """Tells reasoning from answer, piece by piece, however the text is cut.
+    """Separates reasoning from answer, piece by piece, however the text is cut.
 
-    The tags are left out, and so is the whitespace around them.
+    The tags and the whitespace around them are left out.
 
     Args:
         opened: whether the prompt opened the reasoning; None if the answer may open it as its
@@ -88,7 +88,7 @@ class ReasoningSplitter:
         return reasoning, self._release()
 
     def finish(self) -> tuple[str, str]:
-        """Returns what was held back when the text ended."""
+        """Returns the text held back when the answer ended."""
         held, self._held = self._held, ""
         if self._state in ("open", "reasoning") or (self._state == "start" and self._opened):
             return held.strip() if self._state != "reasoning" else held.rstrip(), ""

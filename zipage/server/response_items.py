@@ -16,7 +16,7 @@ class ResponseItems:
     """Items of one response, one after another: reasoning, message, calls.
 
     Attributes:
-        items: so far, the last one perhaps unfinished.
+        items: the items so far; the last one may be unfinished.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ResponseItems:
         self._open = False
 
     def add(self, piece: Piece) -> list[ItemEvent]:
-        """Take what an answer's text added."""
+        """Add a piece of the answer; returns the events that report it."""
         events: list[ItemEvent] = []
         if piece.reasoning:
             events += self._text("reasoning", "reasoning_text", piece.reasoning)
@@ -35,7 +35,7 @@ class ResponseItems:
         return events
 
     def close(self, status: str = "completed") -> list[ItemEvent]:
-        """End the item that is open."""
+        """End the open item; returns the events that report it."""
         if not self._open:
             return []
         self._open = False

@@ -145,13 +145,13 @@ def _text(content: str | Sequence[InputPart] | None, param: str) -> str:
         return content or ""
     for part in content:
         if part.text is None:
-            message = f"{param} has a part of type {part.type!r}: only text is understood"
+            message = f"{param} has a part of type {part.type!r}: only text is supported"
             raise bad_request(param, message)
     return "".join(part.text or "" for part in content)
 
 
 class _Answer:
-    """How the output of a request is reported."""
+    """Reports the output of a request."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Answer:
         }
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response that is not streamed, a `ResponseObject`."""
+        """The response when not streamed, a `ResponseObject`."""
         (output,) = outputs
         self._take(output)
         return self._finished(output)

@@ -1,4 +1,4 @@
-"""Listening: sockets, uvicorn, signals and the end."""
+"""Listening: sockets, uvicorn, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from zipage.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-#: Seconds an idle connection is kept: longer than by clients and proxies (5 to 60), so that none of
-#: them sends a request just when the server closes it.
+#: Seconds an idle connection is kept: longer than clients and proxies keep it (5 to 60), so that
+#: none of them sends a request just as the server closes it.
 _KEEP_ALIVE = 75
-#: Open files asked for, if the limit set by the administrator allows: every connection is one.
+#: Open files requested, within the hard limit: every connection is one.
 _OPEN_FILES = 65536
-#: Seconds for telling the clients of requests that the end of the drain ended.
+#: Seconds to notify the clients whose requests are aborted when the drain ends.
 _FAREWELL = 2
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens, refuses new work while it drains, and stops with the engine."""
+    """Announces when it listens, refuses new work while it drains, and stops with the engine."""
 
     def __init__(
         self, config: uvicorn.Config, serving: Serving, announce: Callable[[], None]
@@ -60,7 +60,7 @@ class _Server(uvicorn.Server):
         loop, engine = asyncio.get_running_loop(), self._serving.engine
         seconds = self._serving.settings.drain_timeout
         logger.info("draining %d requests, for at most %g s", len(self.server_state.tasks), seconds)
-        # What still runs then is told so, before uvicorn cuts it off.
+        # Clients of requests still running then get an error before uvicorn cuts them off.
         timer = loop.call_later(seconds, loop.run_in_executor, None, engine.shutdown)
         await super().shutdown(sockets)
         timer.cancel()
@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
 
 
 def check_listening(settings: ServerSettings) -> None:
-    """Find out before a model is loaded, which may take minutes, whether `run_server` could listen.
+    """Check that `run_server` could listen, before a model is loaded, which may take minutes.
 
     Raises:
         ConfigError: as `run_server`.
@@ -93,7 +93,7 @@ def _check_certificate(settings: ServerSettings) -> None:
     if settings.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # With no password at all OpenSSL asks the terminal for one.
+    # Without any password OpenSSL asks for one on the terminal.
     password = settings.ssl_keyfile_password or ""
     try:
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, lambda: password)
@@ -120,7 +120,7 @@ def run_server(
     Args:
         engine: answers; it is shut down at the end.
         settings: the server's options.
-        announce: gets a line with the URL once the server listens.
+        announce: called with a line that has the URL once the server listens.
 
     Raises:
         ConfigError: the address cannot be listened on, or the certificate cannot be used.
@@ -138,8 +138,8 @@ def run_server(
             server = _Server(
                 config, serving, lambda: announce(f"Zipage serves {names} at {url} ({pages})")
             )
-            # What is there now stays: collections need not look at it again, some tenths of a
-            # second each time, in which no request is answered.
+            # Objects that exist now will stay: exempt them from garbage collections, which would
+            # otherwise stop all requests for some tenths of a second each time.
             gc.collect()
             gc.freeze()
             with _stopped_by_signals(server):
@@ -151,7 +151,7 @@ def run_server(
 
 
 def _raise_limit_of_open_files() -> None:
-    # 1024 is usual, and a server that cannot open another one accepts no connection.
+    # The usual limit is 1024, and at the limit a server accepts no connection.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -197,8 +197,8 @@ def _listening(settings: ServerSettings) -> Iterator[tuple[socket.socket, str]]:
     except OSError as error:
         raise ConfigError(f"can't listen on {host}:{settings.port}: {error}") from None
     with contextlib.closing(listener):
-        # Else an answer's second write (a body, a token) waits for the client to acknowledge the
-        # first, 40 ms: asyncio sees to it only for sockets it made. Connections inherit it.
+        # Otherwise a response's second write (a body, a token) waits 40 ms for the client to
+        # acknowledge the first; asyncio sets this only on sockets it made. Connections inherit it.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         shown = f"[{host}]" if ":" in host else host
         yield listener, f"{scheme}://{shown}:{listener.getsockname()[1]}"
@@ -210,7 +210,7 @@ def _unix_socket(path: str) -> Iterator[socket.socket]:
         try:
             if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
                 with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
-                    # A socket nobody listens on is left from a server that was killed.
+                    # A socket that nobody listens on was left by a server that was killed.
                     if probe.connect_ex(path) != 0:
                         os.unlink(path)
             listener.bind(path)
@@ -227,8 +227,8 @@ def _unix_socket(path: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _stopped_by_signals(server: _Server) -> Iterator[None]:
-    """Also before uvicorn handles them itself. It raises those that stopped it again at its end,
-    when they have done their work."""
+    """Stop on signals even before uvicorn handles them itself. When it has stopped, uvicorn raises
+    the signals it received again; they have no further effect."""
     handled = (signal.SIGINT, signal.SIGTERM)
     try:
         before = {number: signal.signal(number, server.handle_exit) for number in handled}

@@ -1,4 +1,4 @@
-"""What the handlers of all APIs share: the engine, its tokenizer, and how requests reach it."""
+"""What the handlers of all APIs share: the engine, its tokenizer, and the path of a request."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from zipage.tokenizer import encode_prompt
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-#: Characters from which on a text is tokenised apart from shorter ones.
+#: Texts of at least this many characters are tokenised on a separate thread.
 _LONG_TEXT = 1 << 18
-#: Tokens and alternatives from which on an answer is written beside the event loop.
+#: Answers with at least this many tokens and alternatives are serialised on a thread.
 _LARGE_ANSWER = 2_000
 NO_TOKENIZER = "the model has no tokenizer: send token ids to /v1/completions"
 #: Fields of a request that are options of `SamplingParams` of the same name.
@@ -51,10 +51,10 @@ _OPTIONS = (
 
 
 class Answer(Protocol):
-    """How the outputs of a request are reported."""
+    """Reports the outputs of a request."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer that is not streamed, as a JSON object."""
+        """The answer when not streamed, as a JSON object."""
 
     def events(
         self, generation: Generation, log_fields: dict[str, Any]
@@ -66,16 +66,16 @@ class Serving:
     """The state of the server.
 
     Args:
-        engine: answers.
+        engine: answers the requests.
         settings: the server's options.
 
     Attributes:
-        tokenizer: the model's; None if it has none.
-        names: what the model is called.
+        tokenizer: the model's tokenizer; None if it has none.
+        names: the model's names in requests.
         draining: set when the server shuts down: new requests are refused.
         reasons: whether reasoning is split off.
-        think_end: the token that ends reasoning, if it is one.
-        tracer: makes spans of requests, if somebody wants them.
+        think_end: the token that ends reasoning, if it is a single token.
+        tracer: makes spans of requests; None without tracing.
         call_style: how the model writes tool calls, ``hermes``, ``llama3_json`` or ``none``.
     """
 
@@ -114,15 +114,15 @@ class Serving:
             self.tracer = RequestTracer(exporter, self.names[0])
         self.texts = TokenTexts(self.tokenizer)
         self._serial = itertools.count()
-        # Threads, as a long text must not stop the event loop; a tokenizer each, as they are not
-        # safe to use from several; one for long texts, which take seconds, as short ones shall not
-        # wait for them.
+        # Threads, because a long text must not block the event loop; a tokenizer each, because
+        # tokenizers are not thread-safe; a separate thread for long texts, which take seconds, so
+        # that short ones do not wait for them.
         self._tokenizing = ThreadPoolExecutor(1, "zipage-tokenizer")
         self._tokenizing_long = ThreadPoolExecutor(1, "zipage-tokenizer-long")
         self._copied_tokenizer: Any = None
 
     def close(self) -> None:
-        """Stop the engine and the tokenizer's thread, and send the last spans."""
+        """Stop the engine and the tokenizer threads, and send the last spans."""
         self._tokenizing.shutdown()
         self._tokenizing_long.shutdown()
         self.engine.shutdown()
@@ -131,31 +131,31 @@ class Serving:
 
     @functools.cached_property
     def _longest_text(self) -> int:
-        """Characters that no `max_model_len` tokens have more of."""
+        """Most characters that `max_model_len` tokens can have."""
         return int(self.engine.max_model_len * max(map(len, self.tokenizer.get_vocab())))
 
     def encode(self, tokenizer: Any, text: str, special: bool, param: str) -> list[int]:
         """Token ids of a text; for functions given to `tokenizing`.
 
         Raises:
-            ApiError: it is far too long. A text as long as a body may be would take minutes.
-            RequestError: it is not legal.
+            ApiError: the text is far too long; the longest that fits a body would take minutes.
+            RequestError: the text is not legal.
         """
         if len(text) > self._longest_text:
             message = (
                 f"This model's maximum context length is {self.engine.max_model_len} tokens. "
-                f"However, your {param} has {len(text)} characters, more than so many tokens can "
+                f"However, your {param} has {len(text)} characters, more than that many tokens can "
                 "have. Please shorten it."
             )
             raise bad_request(param, message, "context_length_exceeded")
         return encode_prompt(tokenizer, text, special)
 
     async def tokenizing(self, size: int, function: Callable[[Any], _T]) -> _T:
-        """Run what uses the tokenizer beside the event loop.
+        """Run a function that uses a tokenizer on a thread.
 
         Args:
-            size: characters or tokens that it is about.
-            function: is given the tokenizer.
+            size: characters or tokens it processes.
+            function: called with the tokenizer.
         """
         if self.tokenizer is None:
             raise bad_request(None, NO_TOKENIZER)
@@ -173,10 +173,10 @@ class Serving:
     # ------------------------------------------------------------------ checks
 
     def accept(self, request: Request, body: RequestModel) -> str:
-        """Check what every request has; returns the name the model is called by.
+        """Check what all requests have in common; returns the model's name in the request.
 
         Raises:
-            ApiError: the model is unknown, or the server shuts down.
+            ApiError: the model is unknown, or the server is shutting down.
         """
         if self.draining:
             raise unavailable("the server is shutting down")
@@ -191,7 +191,7 @@ class Serving:
         """The name of the model, the first one by default.
 
         Raises:
-            ApiError: it is unknown.
+            ApiError: the model is unknown.
         """
         if model is None:
             return self.names[0]
@@ -208,16 +208,16 @@ class Serving:
     def check_length(
         self, prompt_tokens: int, param: str, max_tokens: int | None, max_tokens_param: str
     ) -> None:
-        """Refuse what exceeds the model's length.
+        """Refuse requests that exceed the model's length.
 
         Args:
-            prompt_tokens: of the prompt.
+            prompt_tokens: tokens of the prompt.
             param: the prompt's field.
-            max_tokens: most tokens generated, if the request says so.
-            max_tokens_param: the field that says it.
+            max_tokens: most tokens generated, if the request sets it.
+            max_tokens_param: the field that sets it.
 
         Raises:
-            ApiError: with the numbers.
+            ApiError: the request is too long; the message has the numbers.
         """
         limit = self.engine.max_model_len
         message = f"This model's maximum context length is {limit} tokens. However, "
@@ -248,15 +248,15 @@ class Serving:
         forms: Mapping[str, RequestedForm | None] | None = None,
         may_reason: bool = False,
     ) -> tuple[SamplingParams, RequestedForm | None]:
-        """Sampling parameters of a request, its own, else the model's; and the form they demand.
+        """Sampling parameters of a request, its own or else the model's, and the required form.
 
         Args:
             body: the request.
             max_tokens: most tokens generated; None for as many as there is room for.
             logprobs: how many of the most likely tokens are reported at every generated token.
             prompt_logprobs: the same for the prompt's tokens.
-            forms: of the answer, by the fields that ask for them, see `structured_output`.
-            may_reason: whether reasoning may come before what is structured.
+            forms: required forms of the answer, by request field, see `structured_output`.
+            may_reason: whether reasoning may precede the structured part.
 
         Raises:
             ApiError, RequestError: a value is illegal.
@@ -297,7 +297,7 @@ class Serving:
         if may_reason:
             if self.think_end is None:
                 name = wanted.field
-                message = f"{name} needs a model whose reasoning ends with one token: switch it off"
+                message = f"{name} needs a model whose reasoning ends with one token: turn it off"
                 raise bad_request(name, message)
             form = {**form, "reasoning_end_token_ids": [self.think_end]}
         try:
@@ -313,7 +313,7 @@ class Serving:
         token_ids: Sequence[int],
         params: SamplingParams,
     ) -> Job:
-        """A prompt of a request for the engine."""
+        """The engine's job for a prompt of a request."""
         # A client may use its request id twice.
         name = f"{answer_id}-{next(self._serial)}"
         priority, cache_salt = body.priority or 0, body.cache_salt or ""
@@ -327,16 +327,16 @@ class Serving:
         stream: bool,
         form: RequestedForm | None = None,
     ) -> Response:
-        """Run the jobs of a request, and answer it. Errors about their `form` name its field.
+        """Run the jobs of a request and answer it. Errors about their `form` name its field.
 
         Raises:
             ApiError, ZipageError: the engine refused them, or failed before the first token.
-            ClientDisconnected: nobody waits for the answer.
+            ClientDisconnected: the client went away.
         """
         generation = self._generation(jobs, request, not stream, form)
         if stream:
             events = answer.events(generation, {"request_id": request_id_of(request)})
-            # Errors until the first token have a status of their own.
+            # Errors before the first token are sent with their own HTTP status.
             await unless_disconnected(request, anext(events))
             return EventStream(events, self.settings.stall_timeout)
         async with generation:
@@ -347,7 +347,7 @@ class Serving:
 
         tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
         entries = tokens * (1 + (jobs[0].params.logprobs or 0))
-        # Megabytes take seconds, in which no other request shall wait.
+        # Megabytes take seconds, during which no other request should wait.
         data = await asyncio.to_thread(write) if entries > _LARGE_ANSWER else write()
         return Response(data, media_type="application/json")
 
@@ -361,7 +361,7 @@ class Serving:
         most = self.settings.max_queued_requests
         answers = sum(job.params.n for job in jobs)
         if most is not None and answers > (room := most + self.engine.config.max_num_seqs):
-            message = f"{answers} answers are asked for at once, this server takes at most {room}"
+            message = f"{answers} answers are requested at once, this server allows at most {room}"
             raise bad_request("prompt" if len(jobs) > 1 else "n", message)
         ended: EndOfJob | None = None
         if self.tracer is not None:

@@ -20,53 +20,54 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Every option of the server beside those of the engine.
+    """Every option of the server other than those of the engine.
 
     Attributes:
         host: address to listen on.
         port: port to listen on; 0 takes a free one, which is printed.
-        uds: path of a unix socket to listen on in place of host and port.
+        uds: path of a Unix socket to listen on instead of host and port.
         ssl_certfile: PEM certificate chain; with it the server speaks HTTPS.
         ssl_keyfile: its private key, if it is not in the same file.
-        ssl_keyfile_password: of the private key.
-        ssl_ca_certs: PEM file of authorities; clients must then show a certificate of theirs.
-        api_keys: keys of which clients must send one as ``Authorization: Bearer KEY`` to
+        ssl_keyfile_password: password of the private key.
+        ssl_ca_certs: PEM file of certificate authorities; clients must then present a certificate
+            signed by one of them.
+        api_keys: clients must send one of these keys as ``Authorization: Bearer KEY`` to
             ``/v1``, ``/tokenize``, ``/detokenize`` and the dashboard's figures. None: no key is
-            asked for.
+            required.
         allowed_origins: origins whose web pages may use the server (CORS), ``*`` for all.
-        served_model_names: what the model is called in requests; the first one is shown in
-            answers that name none. None for its hub id, or the name of its directory and its path.
-        chat_template: file with a Jinja chat template in place of the model's.
-        trust_chat_templates: let requests bring a chat template of their own. Templates are
-            programs: only for clients that are trusted.
-        reasoning_parser: ``think`` splits off what stands in <think>...</think>, ``none`` leaves it
-            in the text, ``auto`` goes by the chat template and the vocabulary.
+        served_model_names: names of the model in requests; answers to requests that name no model
+            show the first. None for its hub id, or the name of its directory and its path.
+        chat_template: file with a Jinja chat template that replaces the model's.
+        trust_chat_templates: let requests bring their own chat template. Templates are programs:
+            only for trusted clients.
+        reasoning_parser: ``think`` splits off the text in <think>...</think>, ``none`` leaves it
+            in place, ``auto`` decides by the chat template and the vocabulary.
         tool_call_parser: how the model writes tool calls: ``hermes``
-            (<tool_call>{...}</tool_call>; Qwen), ``llama3_json``, ``none``, or ``auto`` to go by
-            the chat template.
-        structured_outputs_disable_any_whitespace: JSON of structured outputs has no white space
+            (<tool_call>{...}</tool_call>; Qwen), ``llama3_json``, ``none``, or ``auto`` to decide
+            by the chat template.
+        structured_outputs_disable_any_whitespace: JSON of structured outputs has no whitespace
             between its parts, unless a request says otherwise (vLLM's
             ``structured_outputs_config.disable_any_whitespace``).
         request_timeout: seconds after which a request is aborted; None for no limit.
         stall_timeout: seconds a client may leave a streamed event unread before its request is
             aborted.
-        max_queued_requests: answers that may wait for the engine beside those that run; further
-            requests get 429. None for no limit.
-        on_engine_death: ``exit`` (the server stops with code 1, for a supervisor to start it
-            again) or ``restart`` (the engine's process is started again).
-        start_timeout: seconds that the engine may take to start, its model's download included,
-            before it is killed; the same for a restart.
+        max_queued_requests: answers that may wait for the engine in addition to those running;
+            further requests get 429. None for no limit.
+        on_engine_death: ``exit`` (the server stops with code 1, for a supervisor to restart it)
+            or ``restart`` (the engine's process is restarted).
+        start_timeout: seconds that the engine may take to start or restart, including a download
+            of its model, before it is killed.
         heartbeat_timeout: seconds without a sign of life after which the engine counts as dead.
         step_timeout: seconds that a step may take before the engine counts as dead.
         drain_timeout: seconds that running requests get to finish after SIGTERM or SIGINT.
         max_body_size: largest request body (``"32MiB"``).
-        max_n: most choices of a prompt.
-        max_prompts: most prompts of a request.
-        max_stop: most stop strings, and most stop token ids, of a request.
-        max_logprobs: most alternatives at each token.
+        max_n: most choices per prompt.
+        max_prompts: most prompts per request.
+        max_stop: most stop strings, and most stop token ids, per request.
+        max_logprobs: most alternatives per token.
         dashboard: serve the page at /dashboard.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of every request,
-            by OTLP over HTTP.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that receives a span for every
+            request, by OTLP over HTTP.
         log_prompts: log the bodies of requests (level info).
     """
 

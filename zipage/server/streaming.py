@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away."""
+"""Server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
-#: JSON of dicts, without the checks of a model, which take seconds for a large answer.
+#: Serialises dicts without pydantic's checks, which take seconds for a large answer.
 encode = msgspec.json.Encoder().encode
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client went away before its answer was complete."""
 
 
 async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
     """The result of `work`, which is cancelled when the client goes away.
 
     Raises:
-        ClientDisconnected: it did.
+        ClientDisconnected: the client went away.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(request.receive))
@@ -44,13 +44,13 @@ async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """An event with a JSON object, and a type if the API has types."""
+    """An event with a JSON object, and with a type if `name` is given."""
     prefix = b"" if name is None else b"event: " + name.encode() + b"\n"
     return prefix + b"data: " + encode(data) + b"\n\n"
 
 
 def stream_error(error: Exception, log_fields: Mapping[str, Any]) -> ApiError:
-    """What a client is told of an error in mid-stream; bugs are logged."""
+    """The error a client gets in mid-stream; bugs are logged."""
     answer = from_exception(error)
     if answer is None:
         logger.error("a stream failed", exc_info=error, extra=dict(log_fields))
@@ -59,7 +59,7 @@ def stream_error(error: Exception, log_fields: Mapping[str, Any]) -> ApiError:
 
 
 class EventStream(Response):
-    """A stream of events, which ends with the client.
+    """A stream of events, which ends when the client disconnects.
 
     Args:
         events: encoded events. The generator is closed when the client goes away, or leaves an

@@ -1,4 +1,4 @@
-"""Structured output: what OpenAI's and vLLM's fields ask for, as one value."""
+"""Structured output: OpenAI's and vLLM's request fields as one value."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zipage.server.protocol.sampling import ResponseFormat, SamplingFields
 
 @dataclasses.dataclass
 class RequestedForm:
-    """What form the answer of a request must have, and where the request says so.
+    """The form that a request requires of its answer, and the field that requires it.
 
     Attributes:
         field: the field of the request.
-        options: the same as options of `zipage.StructuredOutputsParams`.
-        parts: JSON schemas of other fields that `options` is made of, by their fields.
+        options: the form as options of `zipage.StructuredOutputsParams`.
+        parts: JSON schemas in other fields from which `options` is built, by field.
     """
 
     field: str
@@ -29,7 +29,7 @@ class RequestedForm:
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def named(self, error: Exception) -> Exception:
-        """An error about the form with the name of the client's field, any other one as it is."""
+        """An error about the form, naming the client's field; any other error unchanged."""
         if not isinstance(error, (ApiError, RequestError)):
             return error
         status = error.status_code if isinstance(error, ApiError) else 400
@@ -41,7 +41,7 @@ class RequestedForm:
         return ApiError(status, (found[1] or "") + name + text[found.end() :], name)
 
     def located(self, error: Exception) -> Exception:
-        """The same, naming the part at fault. Compiles the parts: not for an event loop."""
+        """Like `named`, but names the part at fault. Compiles the parts: not for an event loop."""
         named = self.named(error)
         if named is not error and isinstance(error, RequestError):
             for part, schema in self.parts.items():
@@ -53,14 +53,14 @@ class RequestedForm:
 def structured_output(
     body: SamplingFields, others: Mapping[str, RequestedForm | None]
 ) -> RequestedForm | None:
-    """What form the answer of a request must have; None for free text.
+    """The form that a request requires of its answer; None for free text.
 
     Args:
         body: the request.
-        others: forms that fields of its API ask for, by their names; None where they do not.
+        others: forms required by fields of its API, by field; None for fields that require none.
 
     Raises:
-        ApiError: several fields ask for one, or one is malformed.
+        ApiError: several fields require a form, or one is malformed.
     """
     found = {name: form for name, form in others.items() if form is not None}
     if (form := form_of("response_format", body.response_format)) is not None:
@@ -91,12 +91,12 @@ def structured_output(
 def form_of(
     field: str, wanted: ResponseFormat | None, schema_field: str = "json_schema.schema"
 ) -> RequestedForm | None:
-    """The form that OpenAI's fields for it ask for.
+    """The form that OpenAI's fields require.
 
     Args:
         field: the field of the request.
         wanted: its value.
-        schema_field: where a schema lies within it.
+        schema_field: path of the schema within the field.
 
     Raises:
         ApiError: the schema is missing.
@@ -113,5 +113,5 @@ def form_of(
 
 
 def _schema(value: Any) -> Any:
-    """A schema may also be true or false; as text it is taken in any case."""
+    """A schema, with true and false as text, the only form `StructuredOutputsParams` takes."""
     return json.dumps(value) if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the other endpoints make of a text."""
+"""/tokenize and /detokenize: how the other endpoints tokenise a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding tool calls in a model's answer while it comes."""
+"""Finding tool calls in a model's answer as it is generated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolCallDelta:
 
 @dataclass
 class Piece:
-    """What some text added to an answer."""
+    """What a piece of text added to an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -41,10 +41,10 @@ class ToolCallParser(Protocol):
     """Splits text into content and calls, however it is cut."""
 
     def push(self, text: str) -> Piece:
-        """Takes text; returns what is now certain."""
+        """Takes text; returns the parts that are now certain."""
 
     def finish(self, truncated: bool) -> Piece:
-        """Returns what was held back. `truncated`: the answer was cut by its length limit."""
+        """Returns the text held back. `truncated`: the answer was cut by its length limit."""
 
 
 def call_style(chat_template: str | None) -> str:
@@ -58,10 +58,10 @@ def call_style(chat_template: str | None) -> str:
 
 
 class _Calls:
-    """The calls of one answer: their numbers and ids, and the one that is being read.
+    """The calls of one answer: their numbers and ids, and the one being read.
 
-    A call counts once its name is known to be a tool's and its arguments have begun; in an
-    answer that is not streamed, once it is complete and its arguments are JSON.
+    When streaming, a call counts once its name is known to be a tool's and its arguments have
+    begun; otherwise, once it is complete and its arguments are JSON.
     """
 
     def __init__(self, names: Collection[str], streaming: bool, most: int | None) -> None:
@@ -79,7 +79,7 @@ class _Calls:
         return self._index >= 0
 
     def push(self, text: str, piece: Piece) -> bool:
-        """Take text of the call; False if it turned out to be none."""
+        """Take text of the call; False if it turns out not to be a call."""
         scanner = self.scanner
         scanner.push(text)
         if not self._announced:
@@ -94,7 +94,7 @@ class _Calls:
         return True
 
     def finish(self, truncated: bool, piece: Piece) -> bool:
-        """The answer ended inside the call; False if it was none so far."""
+        """The answer ended inside the call; False if it does not count as one so far."""
         if not self._announced and truncated and self.scanner.name and self.scanner.started:
             self._announce(piece)
             self._send(piece)
@@ -117,22 +117,22 @@ class _Calls:
 
 
 class _CallsParser(ABC):
-    """What finds calls in text whatever stands around them.
+    """Finds calls in text, whatever surrounds them.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
         streaming: announce calls before they are complete.
         most: calls returned; further ones are dropped.
     """
 
-    #: The first state, and the one behind a call.
+    #: The first state, and the state after a call.
     _first, _behind = "text", "close"
 
     def __init__(self, names: Collection[str], streaming: bool, most: int | None = None) -> None:
         self._calls = _Calls(names, streaming, most)
         self._state = self._first
         self._held = ""
-        #: What stood between the content and the call that is being read.
+        #: The text between the content and the call being read.
         self._before = ""
 
     def push(self, text: str) -> Piece:
@@ -154,7 +154,7 @@ class _CallsParser(ABC):
         return piece
 
     def _read(self, piece: Piece) -> bool:
-        """Handle text of a call; whether there is more to do."""
+        """Handle text of a call; returns whether there is more to do."""
         text, self._held = self._held, ""
         scanner = self._calls.scanner
         if not self._calls.push(text, piece):
@@ -169,17 +169,17 @@ class _CallsParser(ABC):
 
     @abstractmethod
     def _step(self, piece: Piece) -> bool:
-        """Handle what is held of other text; whether there is more to do."""
+        """Handle held text outside a call; returns whether there is more to do."""
 
     @abstractmethod
     def _rest(self) -> str:
-        """What is held of it at the end of the answer."""
+        """The text still held at the end of the answer."""
 
 
 class HermesParser(_CallsParser):
     """Calls as ``<tool_call>{...}</tool_call>`` among text (Hermes, Qwen).
 
-    Whitespace around calls is left out. What is no call stays in the content.
+    Whitespace around calls is left out. Text that is not a call stays in the content.
     """
 
     def _step(self, piece: Piece) -> bool:
@@ -195,7 +195,7 @@ class HermesParser(_CallsParser):
             self._held, self._state = after, "call"
             self._calls.begin()
             return True
-        # After a call: up to the closing tag nothing counts; without one, text goes on.
+        # After a call, text up to the closing tag is ignored; without a closing tag, text resumes.
         begun = self._held.lstrip()
         if begun.startswith(_CLOSE):
             self._held, self._state = begun[len(_CLOSE) :], "text"
@@ -211,15 +211,15 @@ class HermesParser(_CallsParser):
 
 
 class JsonCallsParser(_CallsParser):
-    """An answer that is nothing but calls: JSON objects one after another.
+    """An answer that consists of calls only: JSON objects one after another.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
         streaming: announce calls before they are complete.
         most: calls returned; further ones are dropped.
-        opening: what may stand before the first one.
-        separator: what stands between two.
-        closing: what may stand behind the last one.
+        opening: text that may precede the first one.
+        separator: text between two calls.
+        closing: text that may follow the last one.
     """
 
     _first, _behind = "start", "between"
@@ -268,7 +268,7 @@ class JsonCallsParser(_CallsParser):
 
 
 class NamedCallParser:
-    """An answer that is the arguments of a call of one tool, as structured output makes it."""
+    """An answer that is the arguments of one tool's call, as structured output produces it."""
 
     def __init__(self, name: str) -> None:
         self._name, self._begun = name, False

@@ -1,5 +1,5 @@
 """OpenTelemetry: a span for every request of the engine, with the attributes of vLLM's spans, those
-of the semantic conventions for generative AI, and what its KV cache went through."""
+of the semantic conventions for generative AI, and the events of its KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector by OTLP over HTTP.
+    """An exporter that sends spans to a collector by OTLP over HTTP.
 
     Raises:
-        ConfigError: the packages for it are missing.
+        ConfigError: the packages it needs are missing.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -36,8 +36,8 @@ class RequestTracer:
     """Makes the spans.
 
     Args:
-        exporter: sends them, from a thread of its own.
-        model_name: what the model is called.
+        exporter: sends them, from its own thread.
+        model_name: the model's name in the spans.
     """
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
@@ -66,11 +66,11 @@ class RequestTracer:
         """A request has ended.
 
         Args:
-            headers: of the HTTP request; a ``traceparent`` among them is the span's parent.
-            job: what was asked for.
-            begun: when, in nanoseconds since the epoch.
-            output: the last one; None if there was none.
-            error: what it failed with.
+            headers: headers of the HTTP request; a ``traceparent`` sets the span's parent.
+            job: the job that ended.
+            begun: when it began, in nanoseconds since the epoch.
+            output: its last output; None if there was none.
+            error: the error it failed with.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -89,7 +89,7 @@ class RequestTracer:
         span.end(time.time_ns())
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _attributes(self, job: Job, output: RequestOutput | None) -> dict[str, Any]:

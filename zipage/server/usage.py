@@ -1,4 +1,4 @@
-"""What answers report of their cost: tokens, and what their KV caches went through."""
+"""What answers report about their cost: tokens, and the events of their KV caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class StreamedUsage:
     """Which events of a stream have token counts, as its `stream_options` ask.
 
     Attributes:
-        at_end: an event of their own, the last one; the others have a `usage` of null then.
+        at_end: whether a last event of its own has the counts. The `usage` of the others is then
+            null, unless they report counts too.
     """
 
     def __init__(self, options: StreamOptions | None) -> None:
@@ -22,14 +23,14 @@ class StreamedUsage:
         self._in_all = bool(options and options.continuous_usage_stats)
 
     def fields(self, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What an event with text has of them; `count` is called where it has counts."""
+        """Usage fields of an event with text; `count` is called if the event has counts."""
         if not self.at_end:
             return {}
         return {"usage": count() if self._in_all else None}
 
 
 def kv_stats(delta: Delta) -> dict[str, Any]:
-    """What the API reports of a choice's KV cache."""
+    """What the API reports about a choice's KV cache."""
     completion = delta.completion
     return {
         "compressions": [record.as_json() for record in delta.compressions],
@@ -47,8 +48,8 @@ def usage(
     """Token counts of a request.
 
     Args:
-        outputs: of its prompts.
-        discarded: generated tokens that nobody asked for.
+        outputs: the outputs of its prompts.
+        discarded: generated tokens that were not requested.
         reasoning: counts the reasoning tokens of a choice.
     """
     prompt = sum(output.usage.prompt_tokens for output in outputs)

@@ -7,7 +7,7 @@ from typing import Any
 from zipage.config import EngineConfig
 from zipage.evals.problems import generate_problems
 
-#: Family, title, tokens of the chain of thought at least and at most, budget.
+#: Family, title, shortest and longest chain of thought in tokens, budget.
 _EMBEDDED = (
     ("addition", "Add a list of numbers", 500, 640, 256),
     ("ledger", "Follow a ledger", 700, 900, 256),
@@ -26,7 +26,7 @@ _OTHERS = (
 
 
 def examples(config: EngineConfig) -> list[dict[str, Any]]:
-    """Titles, prompts and budgets; for the embedded model problems of its kind, with answers."""
+    """Titles, prompts and budgets; for the embedded model, problems of its own kind with answers."""
     block = config.block_size
     if config.model is not None or config.model_shape is not None:
         budget = min(config.kv_budget or 1024, 1024) // block * block

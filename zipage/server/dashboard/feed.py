@@ -13,11 +13,11 @@ from typing import Any
 from zipage.engine.client import EngineClient
 from zipage.engine.stats import EngineStats
 
-#: Seconds that charts go back.
+#: Seconds of history in the charts.
 HISTORY = 300
-#: Seconds that latencies are taken over.
+#: Seconds over which latencies are taken.
 RECENT = 60
-#: Percentiles are exact within a factor of this.
+#: Percentiles are exact within this factor.
 _RESOLUTION = 1.02
 
 
@@ -34,12 +34,13 @@ class RecentTimes:
             self._now[round(math.log(max(value, 1e-6), _RESOLUTION))] += 1
 
     def tick(self) -> None:
-        """A second is over."""
+        """End the current second."""
         self._seconds.append(self._now)
         self._now = Counter()
 
     def percentiles(self, shares: Sequence[float]) -> list[float | None]:
-        """The time that each of `shares` of all times does not exceed; None if there are none."""
+        """For each of `shares`, the time that this share of all times does not exceed; None if
+        there are none."""
         counts: Counter[int] = sum(self._seconds, Counter())
         total = counts.total()
         if not total:
@@ -59,7 +60,7 @@ class Feed:
     """A sample of the engine's figures for each of the last `HISTORY` seconds.
 
     Args:
-        engine: whose figures; `observe` is to be called for its steps.
+        engine: the engine to sample; `observe` must be called after each of its steps.
         interval: seconds between two samples.
     """
 
@@ -74,7 +75,7 @@ class Feed:
         self._lookups: deque[tuple[int, int]] = deque(maxlen=RECENT)
 
     def observe(self, stats: EngineStats) -> None:
-        """Take the times of the last step of `stats`. For any thread."""
+        """Record the times of the last step of `stats`. From any thread."""
         with self._lock:
             self._first_token.observe(stats.last_step.first_token_seconds)
             self._inter_token.observe(stats.last_step.inter_token_seconds)
@@ -88,7 +89,7 @@ class Feed:
                 self._changed.notify_all()
 
     async def follow(self, ends: Callable[[], bool]) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """All samples so far, then the new ones as they come, until `ends`."""
+        """All samples so far, then new ones as they come, until `ends` returns True."""
         yield list(self._samples)
         latest = self._samples[-1]["time"] if self._samples else 0.0
         while not ends():

@@ -1,4 +1,4 @@
-"""The dashboard's page: one document with its style and its script in it."""
+"""The dashboard's page: one document with style and script inlined."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ _SCRIPTS = ("charts.js", "live.js", "retention.js", "main.js")
 
 @dataclass(frozen=True)
 class Page:
-    """The document, and what a browser may do with it.
+    """The document and its security policy.
 
     Attributes:
         html: the document.
-        policy: its Content-Security-Policy: this style and this script, this server's data, and
-            nothing else.
+        policy: its Content-Security-Policy: only this style, this script and this server's data.
     """
 
     html: bytes
@@ -28,7 +27,7 @@ class Page:
 def load_page() -> Page:
     """Put the page together."""
     style = (_FOLDER / "style.css").read_text(encoding="utf-8")
-    # One function, so that the page adds no names to the browser's.
+    # One function, so that the page defines no global names.
     sources = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{sources}\n}})();\n'
     html = (_FOLDER / "index.html").read_text(encoding="utf-8")

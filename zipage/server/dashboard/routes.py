@@ -24,8 +24,8 @@ class Dashboard:
     """The dashboard of an application.
 
     Args:
-        app: gets the routes.
-        serving: what is shown.
+        app: the application to add the routes to.
+        serving: the server to show.
     """
 
     def __init__(self, app: FastAPI, serving: Serving) -> None:
@@ -49,7 +49,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Take samples meanwhile."""
+        """Take samples inside the ``async with`` block."""
         end = self._serving.engine.listen(self._feed.observe)
         task = asyncio.create_task(self._feed.run())
         try:
@@ -60,7 +60,7 @@ class Dashboard:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         hello = await asyncio.to_thread(self._hello)
-        # An open page must not hold up the end of the server.
+        # An open page must not delay the server's shutdown.
         feed = self._feed.follow(lambda: self._serving.draining)
         async with contextlib.aclosing(feed) as batches:
             async for samples in batches:
@@ -72,7 +72,7 @@ class Dashboard:
                         yield event(sample, "sample")
 
     def _hello(self) -> dict[str, Any] | None:
-        """What does not change."""
+        """The values that do not change."""
         serving, config = self._serving, self._serving.engine.config
         return {
             "version": __version__,

@@ -1,1 +1,1 @@
-"""What clients send and get: pydantic models, a file per API."""
+"""Requests and responses: pydantic models, a file per API."""

@@ -16,7 +16,7 @@ from zipage.server.protocol.sampling import (
 
 
 class ContentPart(BaseModel):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -120,7 +120,7 @@ class ChatCompletionRequest(ChatTemplateFields, SamplingFields):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood there."""
+    """An alternative token at this position."""
 
     token: str
     logprob: float
@@ -195,7 +195,7 @@ class ChatCompletionResponse(BaseModel):
 
 
 class Delta(BaseModel):
-    """What a stream's event adds to an answer; what it does not add is absent."""
+    """What a stream event adds to an answer; fields it does not change are absent."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

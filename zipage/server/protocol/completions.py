@@ -60,7 +60,7 @@ class CompletionChoice(BaseModel):
 class CompletionResponse(BaseModel):
     """Continuations of all prompts, ``n`` for each, in the prompts' order.
 
-    A stream is a sequence of them without usage (null) unless it is asked for.
+    A stream is a sequence of these; usage is null unless it is requested.
     """
 
     id: str

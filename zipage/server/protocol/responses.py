@@ -1,4 +1,4 @@
-"""/v1/responses, its text part."""
+"""/v1/responses, its text features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zipage.server.protocol.sampling import MOST_ITEMS, SamplingFields
 
 
 class InputPart(BaseModel):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

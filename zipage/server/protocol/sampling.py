@@ -1,4 +1,4 @@
-"""Fields that completions and chat completions share, with vLLM's names for what OpenAI lacks."""
+"""Fields shared by completions and chat completions, with vLLM's names where OpenAI has none."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class StopAtFirst(FailFast):
 
 TokenIds = Annotated[list[int], StopAtFirst()]
 Texts = Annotated[list[str], StopAtFirst()]
-#: Of objects; checking a million of them would hold up all other requests for seconds.
+#: Most objects in a list; checking a million would hold up all other requests for seconds.
 MOST_ITEMS = 16_384
 
 
 class RequestModel(BaseModel):
-    """A request body. Values must have their JSON type; unknown fields are kept to be logged."""
+    """A request body. Values must have their JSON type; unknown fields are kept for the log."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Names of fields that are no part of the API."""
+        """Names of fields that are not part of the API."""
         return sorted(self.model_extra or ())
 
 
 class StreamOptions(BaseModel):
-    """What a stream says beside its text."""
+    """What a stream contains besides its text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -52,7 +52,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's way to ask for structured output."""
+    """OpenAI's way to request structured output."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -61,11 +61,11 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's way to ask for it; exactly one form is given."""
+    """vLLM's way to request structured output; exactly one form is given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    # The field's name in the API is that of a deprecated method of pydantic's.
+    # The API's field name is that of a deprecated pydantic method.
     json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -148,9 +148,9 @@ class KVCompression(BaseModel):
 
 
 class KVStats(BaseModel):
-    """What the KV cache of a choice went through (with ``return_kv_stats``).
+    """What happened to the KV cache of a choice (with ``return_kv_stats``).
 
-    In a stream ``compressions`` has the new ones only.
+    In a stream, ``compressions`` has only the new ones.
     """
 
     compressions: list[KVCompression]
@@ -168,6 +168,6 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every response that is not a success."""
 
     error: ErrorInfo

@@ -76,7 +76,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class Health(BaseModel):
-    """The server takes requests."""
+    """The server accepts requests."""
 
     status: Literal["ok"] = "ok"
 
