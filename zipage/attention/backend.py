@@ -22,7 +22,7 @@ _ROW_PADDING = 4
 def padded_rows(num_tokens: int) -> int:
     """T', the rows of a step of T tokens: the next multiple of 4.
 
-    The fp32 product of a row on the CPU then does not depend on how many other rows there are.
+    On the CPU, an fp32 product of a row then does not depend on the number of rows.
     """
     return -(-num_tokens // _ROW_PADDING) * _ROW_PADDING
 
@@ -31,16 +31,17 @@ def padded_rows(num_tokens: int) -> int:
 class StepInputs:
     """Tensors of one forward pass over the new tokens of S sequences.
 
-    The tokens of all sequences lie one after another, T in all, then rows of padding up to T', see
+    The tokens of all sequences follow one another, T in total, then padding rows up to T', see
     `padded_rows`.
     On CPU every tensor is contiguous.
 
     Attributes:
         input_ids: ``[T']`` int64.
         positions: ``[T']`` int64, RoPE positions (text positions, never renumbered).
-        slot_mapping: ``[T']`` int64, ``block_id * block_size + offset`` the token's key and value
-            are written to; -1 for padding.
-        capture: ``[T']`` int64, ``query_slot * window + index`` its query is stored under; -1 none.
+        slot_mapping: ``[T']`` int64, slot ``block_id * block_size + offset`` to which the token's
+            key and value are written; -1 for padding.
+        capture: ``[T']`` int64, ``query_slot * window + index`` at which the token's query is
+            stored; -1 for none.
         query_start: ``[S + 1]`` int32, where each sequence's tokens start in the rows above.
         cache_lens: ``[S]`` int32, valid cache slots of each sequence including this step's tokens.
             Token i of the q new tokens of a sequence sits at slot ``cache_len - q + i`` and
@@ -50,8 +51,8 @@ class StepInputs:
         max_query_len: longest q of the step.
         max_cache_len: longest cache_len of the step.
         any_capture: whether any entry of `capture` is not -1.
-        query_start_host, cache_lens_host: the values of `query_start` and `cache_lens` where the
-            caller has them in host memory; without them a backend that needs them must wait for
+        query_start_host, cache_lens_host: the values of `query_start` and `cache_lens` if the
+            caller has them in host memory; without them, a backend that needs them must wait for
             the device.
     """
 
@@ -71,7 +72,7 @@ class StepInputs:
 
 
 def on_host(known: np.ndarray | None, tensor: torch.Tensor) -> np.ndarray:
-    """Values of a step's tensor: the host's copy, or fetched from the device."""
+    """Values of a step's tensor: the host's copy if there is one, else read from the device."""
     if known is not None:
         return known
     values: np.ndarray = tensor.cpu().numpy()
@@ -143,8 +144,8 @@ def make_backend(
         cache: the KV pool.
         scale: factor of the attention logits.
         max_sequences: most sequences of a step.
-        batch_invariant: a token's result must not depend on the batch: ``native`` always is so,
-            ``triton`` can be, ``torch`` cannot.
+        batch_invariant: a token's result must not depend on the batch: true of ``native``,
+            possible with ``triton``, impossible with ``torch``.
 
     Raises:
         ConfigError: the backend does not fit the device, the dtype, the head dimension or

@@ -74,7 +74,7 @@ class NativeBackend(AttentionBackend):
     The result of a token is bitwise the same whatever else is in the batch, however many threads
     run, and whether the token is computed in a decode step or in a prefill chunk of any size.
     The number of threads is torch's (`torch.get_num_threads()` of the calling thread). Backends
-    hold no scratch memory, so that several engines may run in different threads.
+    hold no scratch memory, so several engines may run in different threads.
     A step whose metadata is out of range raises before anything is written.
 
     Raises:
@@ -93,13 +93,13 @@ class NativeBackend(AttentionBackend):
                 f"got {spec.device} and {spec.dtype}"
             )
         if spec.is_quantised:
-            raise ValueError("attention backend 'native' reads no quantised keys and values")
+            raise ValueError("attention backend 'native' cannot read quantised keys and values")
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim {spec.head_dim} exceeds {MAX_HEAD_DIM}")
         self._forward = native.load().zp_attn_forward
         self._forward.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_int)
         self._forward.restype = ctypes.c_int
-        # The transform is kept with the pointers into it, so that they cannot dangle.
+        # The transform is kept alongside the pointers into it, so that they cannot dangle.
         self._layers: dict[int, tuple[QKVTransform, _Layer]] = {}
 
     def attend(

@@ -16,7 +16,7 @@ from zipage.attention.backend import AttentionBackend, QKVTransform, StepInputs,
 from zipage.cache.kv_cache import KVCache
 from zipage.cache.quantisation import dequantise, quantise
 
-# Most elements of keys and values that are gathered at once.
+# Most elements of keys and values gathered at once.
 _GATHER_ELEMENTS = 1 << 26
 
 
@@ -51,9 +51,9 @@ class _Prefill:
 class _Scatter:
     """Where rows of a step are written.
 
-    Rows without a target (-1) repeat the write of the first row that has one: an index of fixed
-    size, unlike a boolean mask, needs no host synchronisation. `written` is False if no row has a
-    target; then the target's old value is written back.
+    Rows without a target (-1) repeat the write of the first row that has one: unlike a boolean
+    mask, an index of fixed size needs no host synchronisation. If no row has a target, `written`
+    is False and the old value is written back.
     """
 
     source: torch.Tensor
@@ -86,7 +86,7 @@ class StepIndices:
             self._add_decodes(torch.arange(num_seqs, device=step.positions.device))
         else:
             self._add_mixed()
-        # Whether some row of the output is written by no sequence.
+        # Whether some rows of the output belong to no sequence.
         self.padded = len(step.positions) > step.num_tokens
 
     def _add_mixed(self) -> None:
@@ -120,8 +120,8 @@ class StepIndices:
         times = torch.arange(longest, device=seqs.device)
         for part in torch.split(seqs, max(1, _GATHER_ELEMENTS // per_seq)):
             lens = step.cache_lens[part].long().clamp(min=1).unsqueeze(1)
-            # Slots beyond the end are read from the last valid one: what an unused slot holds may
-            # be NaN, which a weight of zero does not remove.
+            # Slots beyond the end read the last valid one instead: an unused slot may hold NaN,
+            # which a weight of zero does not remove.
             slots = torch.minimum(times, lens - 1)
             self.decodes.append(
                 _Decodes(
@@ -147,7 +147,7 @@ class TorchBackend(AttentionBackend):
     """Gathers each sequence's keys and values and calls ``scaled_dot_product_attention``.
 
     Sequences with one new token are computed together, others one by one. On CUDA nothing waits
-    for the device if every sequence has one new token or the step carries host copies.
+    for the device if every sequence has one new token or the step has host copies.
     Steps must not be changed between the layers of a forward pass.
     """
 
@@ -176,7 +176,7 @@ class TorchBackend(AttentionBackend):
             tokens = entries.index_select(0, decodes.entries)
             tokens = tokens.view(len(decodes.rows), 2, kv_heads, -1, dim)
             keys, values = self._restored(layer, tokens).unbind(1)
-            # The query heads of a group stand in as query positions of their KV head.
+            # The query heads of a group are treated as query positions of their KV head.
             queries = q[decodes.rows].view(-1, kv_heads, heads // kv_heads, dim)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=decodes.mask, scale=self.scale
@@ -203,7 +203,7 @@ class TorchBackend(AttentionBackend):
         return out.view(-1, heads * dim)
 
     def _plan_of(self, layer: int, transform: QKVTransform, step: StepInputs) -> StepIndices:
-        """The step's plan, made anew when a forward pass begins."""
+        """The step's plan, made when a forward pass begins."""
         plan = self._plan
         if (
             plan is None
@@ -216,7 +216,7 @@ class TorchBackend(AttentionBackend):
         return plan
 
     def _restored(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Stored keys and values ``[..., 2, H, T, D]`` as numbers to compute with."""
+        """Stored keys and values ``[..., 2, H, T, D]``, dequantised if necessary."""
         if not self.cache.spec.is_quantised:
             return tokens
         scales = self.cache.kv_scales[layer, :, :, None, None]

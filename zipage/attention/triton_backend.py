@@ -17,7 +17,7 @@ from zipage.kernels.triton.qkv import prepare_qkv
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a step computes with which kernel; None for nothing."""
+    """What a step computes with each kernel; None for nothing."""
 
     step: StepInputs
     decodes: DecodeUnits | None
@@ -25,18 +25,18 @@ class _Plan:
 
 
 class TritonBackend(AttentionBackend):
-    """Decoding sequences by split-KV kernels, sequences with several new tokens by tiles.
+    """Attention of single new tokens by split-KV kernels, of several new tokens by tiles.
 
-    On the CPU it works under Triton's interpreter only.
+    On the CPU it works only under Triton's interpreter.
     Steps must not be changed between the layers of a forward pass.
 
     Args:
         cache: the KV pool.
         scale: factor of the attention logits.
         max_sequences: most sequences of a step.
-        batch_invariant: a token's result does not depend on the batch, nor on whether it is
-            computed alone or in a chunk, to the bit: tiles compute everything then, since cutting
-            caches as the batch needs it, or in another way than chunks do, changes roundings.
+        batch_invariant: a token's result is bit-identical whatever the batch, and whether it is
+            computed alone or in a chunk. Tiles then compute everything, because splitting caches
+            depending on the batch, or differently from chunks, changes rounding.
     """
 
     name = "triton"
@@ -50,7 +50,7 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         super().__init__(cache, scale)
         self.batch_invariant = batch_invariant
-        # Graphs are always able to capture; other steps then run the same kernel.
+        # CUDA graphs always use the kernel that can capture; other steps must then run it too.
         self._capture = cache.spec.num_query_slots > 0 if batch_invariant else None
         self.decode = DecodeAttention(cache, scale, max_sequences)
         self.prefill = PrefillAttention(cache, scale, batch_invariant)

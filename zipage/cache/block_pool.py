@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool cannot give as many blocks as asked for. A scheduling bug: ask `num_available`."""
+    """The pool has too few available blocks. A scheduling bug: check `num_available` first."""
 
 
 class BlockPool:
     """Blocks 0 .. num_blocks-1, each in exactly one state.
 
     *free*: no owner, no content worth keeping. *owned*: one or more owners. *cached*: no owner,
-    but its hash is live, so a later request may take it; the least recently released goes first
-    when blocks run short.
+    but its hash is live, so a later request may reuse it; the least recently released is evicted
+    first when blocks run short.
 
     A block is *shared* when it has more than one owner or a live hash; a shared block must never
     be written to.
@@ -100,8 +100,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one owner from each block.
 
-        Blocks are released last to first, so that of one request's cached blocks the deepest,
-        which is useless without the ones before it, is evicted first.
+        Blocks are released last to first, so that the last of a request's cached blocks, which is
+        useless without the ones before it, is evicted first.
 
         Raises:
             ValueError: a block has no owner (double free).
@@ -117,7 +117,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Make an owned block findable. If another block already has this hash, it stays so."""
+        """Make an owned block findable, unless another block already has this hash."""
         if self._refs[block] <= 0:
             raise ValueError(f"block {block} has no owner")
         if block_hash not in self._block_of:
@@ -132,7 +132,7 @@ class BlockPool:
         self._forget(block)
 
     def forget(self, block_hash: bytes) -> None:
-        """Make the block of a hash unfindable, owned or not; nothing happens if there is none."""
+        """Make the block of a hash unfindable, owned or not; does nothing if there is none."""
         block = self._block_of.get(block_hash)
         if block is None:
             return

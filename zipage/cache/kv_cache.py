@@ -16,8 +16,8 @@ _ALIGNMENT = 64
 class KVCacheSpec:
     """Shape of a KV pool. `window` and `num_query_slots` are 0 when nothing is ever compressed.
 
-    `dtype` is that of queries, keys and values in computations; `kv_dtype` that of stored keys and
-    values, None for the same.
+    `dtype` is the dtype of queries, keys and values in computations; `kv_dtype` that of stored keys
+    and values, None if it is the same.
     """
 
     num_layers: int
@@ -61,17 +61,17 @@ class KVCache:
     M query slots, w window):
 
         kv: ``[L, N, 2, H, b, D]``; index 0 of dim 2 is keys (after RoPE), 1 is values.
-        kv_bits: the same memory to copy from and to: uint8 if keys and values are quantised, for
-            torch can hardly move 8-bit floats.
-        kv_scales: ``[L, 2, H]`` fp32, what stored keys and values are to be multiplied with if
-            they are quantised; else 1.
+        kv_bits: the same memory for copies: viewed as uint8 if keys and values are quantised,
+            because torch has few operations on 8-bit floats.
+        kv_scales: ``[L, 2, H]`` fp32, factors of stored keys and values if they are quantised;
+            else 1.
         scores: ``[L, N, H, b]`` fp32, the score stored with a token when it was last scored.
         positions: ``[L, N, H, b]`` int32, the text position of a token, written at compression
             (before the first one a token's position is its slot).
         queries: ``[L, M, w, Q, D]``, the post-RoPE queries of the last `w` tokens before a trigger.
 
-    `scores`, `positions` and `queries` have size 0 when `num_query_slots` is 0. Every tensor has
-    the layers first.
+    `scores`, `positions` and `queries` have size 0 when `num_query_slots` is 0. Layers are the
+    first dimension of every tensor.
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
@@ -118,7 +118,7 @@ class KVCache:
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros on the CPU, aligned to cache lines, that take no memory until they are written.
 
-    `torch.zeros` writes them, so that a large pool would be resident from the start.
+    `torch.zeros` writes its zeros, so a large pool would be resident from the start.
     """
     count = math.prod(shape) * dtype.itemsize
     memory = np.zeros(count + _ALIGNMENT, dtype=np.uint8)

@@ -24,8 +24,9 @@ def hash_salt(salt: bytes) -> bytes:
 class PrefixCache:
     """Maps token prefixes to blocks of the pool.
 
-    Only full blocks are findable, each by a chained hash of all tokens up to its end and a salt
-    (the model, an adapter, a tenant: whatever makes equal tokens have different keys and values).
+    Only full blocks are findable, each by a chained hash of a salt and all tokens up to its end.
+    The salt is whatever gives equal tokens different keys and values, or must keep requests apart:
+    a model, an adapter, a tenant.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
@@ -48,7 +49,7 @@ class PrefixCache:
     def match(
         self, hashes: list[bytes], token_ids: Sequence[int], max_blocks: int, salt: bytes = b""
     ) -> list[int]:
-        """Blocks that hold the longest cached prefix, at most `max_blocks`; owners unchanged.
+        """Blocks with the longest cached prefix, at most `max_blocks`; their owners do not change.
 
         `hashes` is the request's own list of block hashes, extended as needed.
         """

@@ -1,9 +1,10 @@
 """Keys and values as 8-bit floats (e4m3), with a scale per layer, KV head and K or V.
 
-A scale is a power of two. Dividing by it is exact, and so is what kernels do with it: they compute
-with the stored numbers and apply it to logits and outputs. Nothing is lost by that choice, since
-the relative precision of a floating-point number does not depend on its scale, which only says
-which range is represented: 448 down to 2^-6 at full precision, 2^-9 at all, in its units.
+A scale is a power of two. Dividing by it is exact, and so is its use in kernels, which compute with
+the stored numbers and apply the scale to logits and outputs. Restricting scales to powers of two
+loses nothing: the relative precision of a floating-point number does not depend on its scale, which
+only sets the range. In units of the scale that is 448 down to 2^-6 at full precision, and down to
+2^-9 with less.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ KV_DTYPES: dict[str, torch.dtype | None] = {
 
 #: The largest number of e4m3, 448.
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-#: What is larger than the largest seen number by this factor is still represented. RoPE makes an
-#: element of a key larger by sqrt(2) at most, so that other positions of the same tokens fit.
+#: Numbers up to this factor above the largest one seen are still represented. RoPE enlarges an
+#: element of a key by at most sqrt(2), so the same tokens fit at other positions.
 _MARGIN = 2.0
-#: Heads in which a calibration sees next to nothing are scaled as if there was more.
+#: Smallest scale, for heads in which the calibration sees next to nothing.
 _LEAST_SCALE = 2.0**-12
 
 
@@ -33,8 +34,8 @@ def scales_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales for numbers of a dtype.
 
     Args:
-        largest: magnitudes to represent, fp32; 0 and what is not finite say nothing: scale 1.
-        dtype: what the numbers are computed in; restored numbers do not overflow it.
+        largest: magnitudes to represent, fp32; 0 and values that are not finite give scale 1.
+        dtype: dtype of computations; dequantised numbers do not overflow it.
 
     Returns:
         fp32 powers of two, of the same shape.
@@ -47,16 +48,16 @@ def scales_for(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantise(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The bits (uint8) of ``x / scales``; too large numbers become the largest, infinite ones NaN.
+    """The bits (uint8) of ``x / scales``, saturated at the largest number; infinity becomes NaN.
 
-    An infinite key makes no sense of a request, and must be seen as one that is NaN is.
+    An infinite key ruins a request, and must remain noticeable as NaN.
     """
     scaled = (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).masked_fill(x.isinf(), torch.nan)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def dequantise(bits: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `quantise` stored, exactly."""
+    """The numbers that `quantise` stored, exactly."""
     return bits.view(torch.float8_e4m3fn).to(dtype) * scales.to(dtype)
 
 

@@ -385,7 +385,7 @@ def _length(request: ServingRequest) -> int:
 
 
 def _short(request: ServingRequest) -> ServingRequest:
-    """A short request like this one for the warm-up, which must not fill the server's prefix cache."""
+    """A short request of this kind for the warm-up, useless to the server's prefix cache."""
     prompt = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = prompt[::-1]

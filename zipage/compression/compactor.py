@@ -1,4 +1,4 @@
-"""Packing the survivors of a cache into its target blocks, in torch."""
+"""Packing the tokens that survive a compression into the target blocks, in torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def plan_stable(kept: torch.Tensor, keep: int) -> torch.Tensor:
 
 
 def plan_holes(kept: torch.Tensor, keep: int) -> torch.Tensor:
-    """Survivors in the first `keep` slots stay; the others fill the slots left, in slot order.
+    """Survivors in the first `keep` slots stay; the others fill the holes there, in slot order.
 
-    Moves at most as many tokens as lie behind those slots.
+    Moves at most as many tokens as lie beyond those slots.
 
     Args:
         kept: ``[L, H, T]`` bool with exactly `keep` True per layer and head.
@@ -62,10 +62,10 @@ def move_tokens(
     Args:
         cache: the KV pool.
         source_blocks: blocks in slot order.
-        target_blocks: blocks to write; each takes the place of the source block at its index.
+        target_blocks: blocks to write; each replaces the source block at its index.
         slots: ``[L, H, keep]`` int64, the source slot of each target slot.
         positions: ``[L, H, T]`` int32 text positions of the source slots.
-        stored: ``[L, H, T]`` fp32 scores to store with the tokens, or None for 0.
+        stored: ``[L, H, T]`` fp32 scores to store with the tokens; None for 0.
     """
     layers, kv_heads, keep = slots.shape
     b = cache.spec.block_size

@@ -14,20 +14,20 @@ from zipage.compression.view import CacheView
 from zipage.errors import ConfigError
 from zipage.execution.faults import is_out_of_memory, release_memory
 
-#: Scratch of a job, unless a single layer needs more: work is cut along the layers to keep it.
+#: Most scratch bytes of a job, unless a single layer needs more: work is split by layers.
 SCRATCH_BYTES = 256 << 20
-#: Of a token, layer and KV head: scores and what they are made of.
+#: Scratch bytes per token, layer and KV head: scores and their parts.
 _SCRATCH_OF_TOKEN = 40
 
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What is common to all policies.
+    """Options common to all policies.
 
     Attributes:
-        window: w, the last tokens of the cache; never evicted.
+        window: w, number of last tokens of the cache, which are never evicted.
         compaction: ``"stable"`` keeps the survivors in order, ``"holes"`` moves only those whose
-            block is given up; the kept set is the same.
+            block is released; the kept set is the same.
         num_sinks: text positions below this are never evicted.
         protect_prompt: protect the whole prompt like the window if it takes up at most this
             fraction of the kept tokens; 0 is off.
@@ -59,22 +59,22 @@ class CompressionOptions:
 class Compressor:
     """Compresses the caches of requests in one KV pool.
 
-    `run` may be called from any thread, beside decoding on other blocks and beside other runs on
-    other jobs. On CUDA it only enqueues work on the current stream. Its scratch is about
-    `SCRATCH_BYTES` or that of one layer, whatever the length of the cache.
+    `run` may be called from any thread, concurrently with decoding on other blocks and with runs
+    of other jobs. On CUDA it only enqueues work on the current stream. Its scratch is at most about
+    `SCRATCH_BYTES`, or that of one layer if that is more.
 
     Args:
         cache: the KV pool, with query slots.
-        policy: what tokens are worth.
-        options: what is common to all policies.
+        policy: scores the tokens.
+        options: options common to all policies.
         scale: factor of the attention logits, usually ``1/sqrt(head_dim)``.
         kernels: which kernels; ``auto`` is native on the CPU for fp32 where they can be built,
             Triton on CUDA, else torch.
         num_threads: threads of the native kernels; None for torch's number.
 
     Raises:
-        ConfigError: the options or the kernels asked for do not fit the pool.
-        NativeUnavailable: native kernels were asked for and cannot be built.
+        ConfigError: the options or the requested kernels do not fit the pool.
+        NativeUnavailable: native kernels were requested and cannot be built.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class Compressor:
         """Layers whose scratch for a cache of `length` tokens stays below `SCRATCH_BYTES`."""
         spec, scratch = self.cache.spec, _SCRATCH_OF_TOKEN
         if self._kernels is None:
-            # Keys and values in blocks and in order, in fp32, and normalised.
+            # Keys and values in blocks and in slot order, in fp32, and normalised.
             scratch += spec.head_dim * (4 * spec.dtype.itemsize + 4 * 4)
         return max(1, min(spec.num_layers, SCRATCH_BYTES // (scratch * length * spec.num_kv_heads)))
 
     def _run_layers(self, job: CompressionJob, first: int, last: int) -> bool:
-        """Compress some layers; False, and nothing is written, if fewer might fit in memory."""
+        """Compress some layers. False, with nothing written, if out of memory and fewer may fit."""
         options, cache, kernels = self.options, self.cache, self._kernels
         if last - first < cache.spec.num_layers:
             cache = cache.layers(first, last)
@@ -162,8 +162,8 @@ class Compressor:
     def warm_up(self, num_blocks: int, longest: int = 0) -> None:
         """Compile and load what `run` needs, and use as much scratch as it ever does.
 
-        Runs on the first blocks of the pool, which are overwritten; where a job has more than there
-        are they are listed again. Does nothing if `num_blocks` hold too little to be compressed.
+        Runs on the first blocks of the pool, which are overwritten; a job with more blocks than the
+        pool lists them repeatedly. Does nothing if `num_blocks` hold too little to be compressed.
 
         Args:
             num_blocks: blocks of a request when it is compressed.
@@ -177,7 +177,7 @@ class Compressor:
             size = -(-length // b)
             blocks = tuple(i % min(num_blocks, self.cache.spec.num_blocks) for i in range(size))
             for prompt_len in {0, int(self.options.protect_prompt * keep)}:
-                # A longer cache is that of a prompt, which has no scores yet.
+                # A longer cache belongs to a prompt, which has no scores yet.
                 for num_scored in (0, keep) if length == keep + b else (0,):
                     job = CompressionJob(
                         request_id="warm-up",

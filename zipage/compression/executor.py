@@ -1,4 +1,4 @@
-"""When compressions run: at once, on a worker thread, or on a CUDA stream of their own."""
+"""Where compressions run: inline, on a worker thread, or on a CUDA stream of their own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 from zipage.compression.job import CompressionJob
 
-#: Carries out a compression; returns the positions it kept if the job asks for them, on the CPU.
+#: Carries out a compression; returns the positions it kept, on the CPU, if the job requests them.
 RunJob = Callable[[CompressionJob], torch.Tensor | None]
 
-#: Seconds between two looks at whether the worker thread is still there.
+#: Seconds between two checks that the worker thread is alive.
 _LIVENESS_INTERVAL = 1.0
 #: Longest wait for a compression in flight when an executor is dropped or the program ends.
 _JOIN_SECONDS = 10.0
@@ -29,11 +29,11 @@ class CompressionOutcome:
     """A compression that ended.
 
     Attributes:
-        request_id: whose it was.
-        error: what it raised, if it failed.
-        kept: ``[L, H, keep]`` text positions it kept, if the job asked for them.
+        request_id: its request.
+        error: the exception it raised, if it failed.
+        kept: ``[L, H, keep]`` text positions it kept, if the job requested them.
         started: when it began (`time.perf_counter`); on a CUDA stream, when it was queued there.
-        seconds: what it took; on a CUDA stream as measured by the device.
+        seconds: its duration; on a CUDA stream as measured by the device.
     """
 
     request_id: str
@@ -85,7 +85,7 @@ class SyncExecutor(CompressionExecutor):
         try:
             self._done.append(_run(self._run, job))
         except BaseException as interruption:
-            # Ctrl-C, say: the request's cache is half moved, and it must be known to have failed.
+            # For example Ctrl-C: the request's cache is half moved, so it must count as failed.
             cause = RuntimeError(f"interrupted by {type(interruption).__name__}")
             self._done.append(CompressionOutcome(job.request_id, cause))
             raise
@@ -106,7 +106,7 @@ _Done = queue.SimpleQueue[CompressionOutcome]
 
 
 class ThreadExecutor(CompressionExecutor):
-    """Runs compressions one by one on a worker thread, beside decoding (CPU).
+    """Runs compressions one by one on a worker thread, concurrently with decoding (CPU).
 
     The thread ends with `shutdown`, when the executor is garbage-collected, and when the program
     ends: an idle thread holds no reference to the executor or the engine.
@@ -158,7 +158,7 @@ def _work(todo: _Todo, done: _Done) -> None:
             run, job = item
             try:
                 outcome = _run(run, job)
-            except BaseException as error:  # nobody else is there to be told
+            except BaseException as error:  # the outcome is the only way to report it
                 outcome = CompressionOutcome(job.request_id, error)
             done.put(outcome)
             del item, run, outcome
@@ -166,14 +166,14 @@ def _work(todo: _Todo, done: _Done) -> None:
 
 def _dismiss(todo: _Todo, thread: threading.Thread) -> None:
     todo.put(None)
-    # Torch must not be torn down under a compression that runs.
+    # Torch must not be torn down while a compression runs.
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
 
 
 @dataclass(frozen=True)
 class _OnStream:
-    """A compression queued on a CUDA stream, between two events of it."""
+    """A compression queued on a CUDA stream between two events."""
 
     queued: CompressionOutcome
     began: torch.cuda.Event
@@ -181,7 +181,7 @@ class _OnStream:
 
 
 class StreamExecutor(CompressionExecutor):
-    """Queues compressions on a CUDA stream of their own; events tell when they ended."""
+    """Queues compressions on a CUDA stream of their own; events tell when they have ended."""
 
     def __init__(self, run: RunJob, device: torch.device) -> None:
         self._run = run
@@ -200,12 +200,12 @@ class StreamExecutor(CompressionExecutor):
             began.record(self._stream)
             try:
                 outcome = _run(self._run, job)
-            except BaseException as error:  # Ctrl-C, say: the cache is half moved
+            except BaseException as error:  # for example Ctrl-C: the cache is half moved
                 cause = RuntimeError(f"interrupted by {type(error).__name__}")
                 outcome, interruption = CompressionOutcome(job.request_id, cause), error
             ended.record(self._stream)
         if outcome.error is not None:
-            # What it enqueued before it failed still writes to blocks that are released now.
+            # Work enqueued before the failure still writes to blocks that are now released.
             current.wait_event(ended)
             self._failed.append(outcome)
             if interruption is not None:
@@ -218,7 +218,7 @@ class StreamExecutor(CompressionExecutor):
         job = self._in_flight.popleft()
         # The blocks are read and written on the current stream from now on.
         torch.cuda.current_stream(self._stream.device).wait_event(job.ended)
-        # Both events have happened, so that this does not wait.
+        # Both events have happened, so this does not wait.
         milliseconds = job.began.elapsed_time(job.ended)
         return replace(job.queued, seconds=milliseconds / 1000)
 

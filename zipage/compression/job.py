@@ -1,4 +1,4 @@
-"""What the planner hands to the compressor: plain numbers, no tensors."""
+"""The job that the planner hands to the compressor: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class CompressionJob:
     """Compress the cache of one request.
 
     Attributes:
-        request_id: whose cache.
+        request_id: the request that owns the cache.
         source_blocks: blocks that hold the cached tokens, in slot order.
         target_blocks: blocks that hold the survivors afterwards, in slot order. Entry i is either
             ``source_blocks[i]``, written in place, or a block that is not a source block.

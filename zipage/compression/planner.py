@@ -11,7 +11,7 @@ from zipage.engine.request import Request
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """Where the survivors of one request go.
+    """Where the surviving tokens of one request go.
 
     Attributes:
         blocks: the `max_blocks` - 1 target blocks in slot order: entry i is the request's own
@@ -31,11 +31,11 @@ class TargetPlan:
 def plan_targets(request: Request, pool: BlockPool, headroom: int) -> TargetPlan:
     """Choose the target blocks of a request that is due for compression.
 
-    Target i takes the place of the request's i-th block, so that the order of its slots, and with
-    it every rounding error, does not depend on the state of the pool. A block with other owners is
-    always replaced by a new one. A block that only this request owns but that the prefix cache
-    lists is replaced too (it stays findable) if it holds prompt tokens and the pool keeps
-    `headroom` available blocks besides; otherwise its hash is dropped and it is written in place.
+    Target i replaces the request's i-th block, so that the order of its slots, and with it every
+    rounding error, does not depend on the state of the pool. A block with other owners is always
+    replaced by a new one. A block that only this request owns but that is in the prefix cache is
+    also replaced (and stays findable) if it holds prompt tokens and `headroom` available blocks
+    remain in the pool; otherwise its hash is dropped and it is written in place.
     """
     assert request.max_blocks is not None
     own = request.block_ids[: request.max_blocks - 1]

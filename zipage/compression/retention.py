@@ -1,4 +1,4 @@
-"""Which tokens a compression kept: read off the position store, counted by text position."""
+"""Which tokens a compression kept: read from the position store, counted by text position."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def kept_positions(cache: KVCache, job: CompressionJob, wait: bool) -> torch.Ten
     Args:
         cache: the KV pool.
         job: the compression.
-        wait: whether they are needed at once. Otherwise they are copied from CUDA in stream order,
-            and may be read when the work queued on the current stream is done.
+        wait: whether they are needed at once. Otherwise they are copied from CUDA in stream order
+            and may be read once the work queued on the current stream is done.
 
     Returns:
         ``[L, H, keep]`` int32 on the CPU, in slot order.
@@ -36,8 +36,8 @@ def count_keepers(
     Args:
         positions: ``[L, H, keep]`` text positions, see `kept_positions`.
         job: the compression.
-        seconds: what it took.
-        by_layer: whether each layer's counts are reported, too.
+        seconds: its duration.
+        by_layer: whether each layer's counts are reported too.
     """
     layers, heads, keep = positions.shape
     flat = positions.reshape(layers, heads * keep).numpy().astype(np.int64)

@@ -1,4 +1,4 @@
-"""Token scores in torch: the reference of the native kernels, on any device.
+"""Token scores in torch: the reference for the native and Triton kernels, on any device.
 
 Letters: L layers, H KV heads, Q query heads, w window, T cached tokens, D head dim, b block size.
 All results are fp32 whatever the dtype of the cache (bf16 scores of thousands of tokens take only
@@ -14,10 +14,9 @@ import torch.nn.functional as F
 
 Reduction = Literal["max", "mean"]
 
-# Largest intermediate tensor, in elements; work is cut along layers, heads or columns to stay
-# below it.
+# Largest intermediate tensor, in elements; work is split by layers, heads or columns to stay below.
 _CHUNK_ELEMENTS = 1 << 25
-#: Norms below this count as this, so that zero keys give similarity 0 instead of NaN.
+#: Smaller norms are raised to this, so that zero keys give similarity 0 instead of NaN.
 NORM_EPS = 1e-12
 
 

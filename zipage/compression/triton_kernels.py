@@ -15,8 +15,8 @@ from zipage.kernels.triton import compaction, redundancy, window_attention
 from zipage.kernels.triton.launch import UNFUSED, shared_memory
 
 _LOG2E = 1.4426950408889634
-# The cache is cut into at most this many parts for the attention score (a power of two), each of
-# at least so many tokens.
+# The cache is split into at most this many parts for the attention score (a power of two), each of
+# at least this many tokens.
 _MAX_PARTS = 16
 _MIN_PART = 256
 # Longest cache whose order keys one program holds in registers during the selection.
@@ -45,9 +45,9 @@ def _ceil_div(a: int, b: int) -> int:
 class TritonKernels:
     """Scoring and compaction on the device; results equal the torch reference.
 
-    Calls enqueue work on the current stream and never wait. A job is a fixed number of launches,
-    whatever the number of layers. Scratch, from torch's allocator, is about 40 bytes per token,
-    layer and KV head at most. Calls may come from any thread.
+    Calls enqueue work on the current stream and never wait. A job takes a fixed number of launches,
+    whatever the number of layers. Scratch, from torch's allocator, is at most about 40 bytes per
+    token, layer and KV head. Calls may come from any thread.
 
     Args:
         cache: a pool of float32, bfloat16 or float16 with head_dim up to 256. On CUDA, or on the
@@ -63,7 +63,7 @@ class TritonKernels:
         dim_pad = max(16, _power_of_two(spec.head_dim))
         group = spec.num_heads // spec.num_kv_heads
         group_pad = _power_of_two(group)
-        # fp32 products run on the plain cores from registers, so their tiles are small.
+        # fp32 products run on CUDA cores from registers, so their tiles are small.
         most_rows = 32 if wide else 128
         rows = min(max(most_rows, group_pad), group_pad * _power_of_two(spec.window))
         rows = max(16, rows)
@@ -81,7 +81,7 @@ class TritonKernels:
             "num_warps": 8 if rows > 64 else 4,
             **UNFUSED,
         }
-        # Rows that are cut are loaded in every step, and several steps are in flight.
+        # Split rows are loaded in every step, and several steps are in flight.
         cut = self._attention["ROW_CHUNKS"] > 1
         size = 7 * rows * dim_pad * spec.dtype.itemsize // 2
         serial = wide or (cut and size > shared_memory(spec.device))
@@ -91,7 +91,7 @@ class TritonKernels:
         self._last = _LastTable()
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Triton launches on the current device, which may be another one than the pool's."""
+        """Make the pool's device current: Triton launches on the current device."""
         if self._device.type == "cuda":
             return torch.cuda.device(self._device)
         return contextlib.nullcontext()

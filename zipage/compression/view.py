@@ -1,4 +1,4 @@
-"""What a policy may look at."""
+"""What a policy may see."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheView:
         window: w; the last w slots are the window.
         block_size: b; slots ``[n * b, (n + 1) * b)`` lie in one block.
         num_layers: L.
-        first_layer: number of the first of them in the model.
+        first_layer: index in the model of the first of these layers.
         num_tokens: text tokens written so far.
         prompt_len: tokens of the prompt.
         first: whether this is the request's first compression (slot order is then text order).
@@ -74,7 +74,7 @@ class CacheView:
 
     def _tokens(self, index: int) -> torch.Tensor:
         cache = self._cache
-        # Not index_select: on the CPU it first makes a copy of all keys, or values, of the pool.
+        # Not index_select: on the CPU it first copies all keys, or values, of the pool.
         blocks = cache.kv_bits[:, :, index][:, self._blocks]  # [L, n, H, b, D]
         tokens = blocks.transpose(1, 2).flatten(2, 3)[:, :, : self.length]
         if not cache.spec.is_quantised:
@@ -118,7 +118,7 @@ class CacheView:
 
     @cached_property
     def stored_scores(self) -> torch.Tensor:
-        """``[L, H, T]`` fp32 stored scores, 0 where none."""
+        """``[L, H, T]`` fp32 stored scores, 0 where there is none."""
         return self._state(self._cache.scores).masked_fill(~self.scored, 0.0)
 
     def attention(self, group: Reduction = "max", window: Reduction = "mean") -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Which tokens may come next in an answer of a given form, by llguidance's parser.
+"""Which tokens may come next in an answer of a given form, according to llguidance's parser.
 
-The parser runs on the host: it has to see a token before it can say what may follow. V token ids.
+The parser runs on the host: it must see a token before it can tell what may follow. V token ids.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class AnswerForm:
-    """The form of one answer, and how far it has got. It follows the answer's tokens.
+    """The form of one answer, and the parser's progress through the answer's tokens.
 
-    End-of-sequence and stop tokens are no part of the form: they are possible where the form is
-    satisfied, and nowhere else. Where nothing else is possible they are in spite of ``min_tokens``
-    and ``ignore_eos``.
+    End-of-sequence and stop tokens are not part of the form: they are allowed only where the form
+    is satisfied. Where nothing else is possible, they are allowed in spite of ``min_tokens`` and
+    ``ignore_eos``.
 
     Args:
         matcher: a compiled form.
         form: what it was compiled from.
         output_token_ids: tokens generated so far; kept by reference, the engine appends to it.
         end_token_ids: tokens that end the answer.
-        barred_token_ids: end-of-sequence tokens that do not (``ignore_eos``).
-        min_tokens: before so many tokens the answer ends only where nothing else is possible.
+        barred_token_ids: end-of-sequence tokens that do not end it (``ignore_eos``).
+        min_tokens: with fewer tokens the answer ends only where nothing else is possible.
 
     Attributes:
-        ended: whether a token has ended the answer, if need be against `min_tokens` and
-            ``ignore_eos``: then the form had no other one.
-        fault: why no further token can be chosen; None while there is nothing wrong.
+        ended: whether a token has ended the answer, possibly against `min_tokens` or
+            ``ignore_eos`` because the form allowed no other token.
+        fault: why no further token can be chosen; None if one can.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AnswerForm:
         self._end_set = frozenset(self._never.tolist())
 
     def advance(self) -> None:
-        """Takes in the tokens that were generated since the last call."""
+        """Takes the tokens generated since the last call."""
         while self._read < len(self._output) and self.fault is None:
             token_id = self._output[self._read]
             self._read += 1
@@ -86,25 +86,25 @@ class AnswerForm:
         return not (self._reasons or self.fault is not None or self.complete)
 
     def finish_bits(self, bits: npt.NDArray[np.int32], vocab_size: int) -> None:
-        """Brings a row of `allowed_tokens` in line with what ends the answer."""
+        """Allows or bars the tokens that end the answer in a row of `allowed_tokens`."""
         if not self._reasons and self.fault is None and self.matcher.is_error():
             cause = f"structured_outputs: {cause_of(self.matcher)}"
             self.fault = self._dead_end() if is_dead_end(self.matcher) else cause
         if self.complete or self.fault is not None:
-            bits[:] = -1  # the answer has ended: nobody reads its next token
+            bits[:] = -1  # the answer has ended: its next token is not read
             return
         _set_bits(bits, self._never, False)
         if self.parses and self.matcher.is_accepting():
             if self._read >= self._min_tokens:
                 _set_bits(bits, self._ends, True)
             if not any_token(bits, vocab_size):
-                _set_bits(bits, self._never, True)  # the form comes first
+                _set_bits(bits, self._never, True)  # the form takes precedence
         if not any_token(bits, vocab_size):
             self.fault = self._dead_end()
             bits[:] = -1
 
     def _dead_end(self) -> str:
-        """Says that no token is possible, and what would be."""
+        """Explains that no token is possible, and which text would be."""
         matcher = self._begin.deep_copy()  # the other one has failed
         read = self._output[self._begun : self._read]
         matcher.consume_tokens([token_id for token_id in read if token_id not in self._end_set])
@@ -115,7 +115,7 @@ class AnswerForm:
 
 
 def allowed_tokens(matchers: Sequence[LLMatcher], vocab_size: int) -> npt.NDArray[np.int32]:
-    """What the parsers allow next: ``[R, W]``, bit ``v % 32`` of word ``v // 32`` for token v."""
+    """Tokens the parsers allow next: ``[R, W]``, bit ``v % 32`` of word ``v // 32`` for token v."""
     from llguidance.numpy import fill_next_token_bitmask
 
     bits = np.full((len(matchers), vocab_size // 32 + 1), -1, dtype=np.int32)
@@ -147,7 +147,7 @@ def _set_bits(bits: npt.NDArray[np.int32], ids: npt.NDArray[np.int64], value: bo
 
 
 def any_token(bits: npt.NDArray[np.int32], vocab_size: int) -> bool:
-    """Whether any token but the parser's own end is allowed."""
+    """Whether any token other than the parser's own end token is allowed."""
     last = int(bits[-1]) & ((1 << vocab_size % 32) - 1)
     return bool(last) or bool(bits[:-1].any())
 
@@ -155,9 +155,9 @@ def any_token(bits: npt.NDArray[np.int32], vocab_size: int) -> bool:
 def cause_of(matcher: LLMatcher) -> str:
     """Why a parser has failed."""
     message: str = matcher.get_error().split("\n<state>")[0].strip()
-    return "no token can go on with it" if is_dead_end(matcher) else message
+    return "no token can continue it" if is_dead_end(matcher) else message
 
 
 def is_dead_end(matcher: LLMatcher) -> bool:
-    """Whether it has failed because the vocabulary cannot write what the form demands."""
+    """Whether a parser failed because the vocabulary cannot write what the form demands."""
     return matcher.get_error().startswith("NoExtension")

@@ -17,12 +17,12 @@ _MORE_CANDIDATES = 16
 def draw_rows(
     logits: torch.Tensor, peaks: torch.Tensor, table: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Draws for some rows, each as `draw` or `draw_filtered`.
+    """Draws for some rows, each like `draw` or `draw_filtered`.
 
     Args:
         logits: ``[R, V]``.
-        peaks: ``[Q]``, maxima of the rows where they belong.
-        table: ``[D, 7]`` float64, a line a draw: row of `logits`, index into `peaks` and `out`,
+        peaks: ``[Q]``, maximum of each draw's row, at the index given in `table`.
+        table: ``[D, 7]`` float64, a line per draw: row of `logits`, index into `peaks` and `out`,
             1 / temperature, uniform number, log(min_p) or -inf, top_k or V, top_p.
         out: ``[Q]`` int64, receives the token ids; 0 where the maximum is not finite.
     """
@@ -62,7 +62,7 @@ def draw(
         uniforms: ``[R]`` float64 in [0, 1).
 
     Returns:
-        ``[R]`` int64 token ids, never one of a -inf logit.
+        ``[R]`` int64 token ids, never one whose logit is -inf.
     """
     weights = _scaled(logits, peaks, inverse_temperatures).exp_()
     num_rows, vocab_size = weights.shape
@@ -93,8 +93,8 @@ def draw_filtered(
 ) -> torch.Tensor:
     """Draws from ``softmax(logits / temperature)`` cut by min-p, then top-k, then top-p.
 
-    Each filter sees what the former left, renormalised. Tokens tied with the last one kept are
-    kept too, so that the result does not depend on the order of equal logits.
+    Each filter sees what the previous one left, renormalised. Tokens tied with the last one kept
+    are kept too, so that the result does not depend on the order of equal logits.
 
     Args:
         logits, peaks, inverse_temperatures, uniforms: as for `draw`.
@@ -110,7 +110,7 @@ def draw_filtered(
     uncut = log_min_p.isneginf() & (top_k == vocab_size)
     totals = torch.ones_like(uniforms)
     if bool(uncut.any()):
-        # Only top-p alone needs the mass of the tokens that are no candidates.
+        # The mass of tokens that are not candidates only matters where top-p is the only filter.
         rows = uncut.nonzero().squeeze(1)
         part = logits if len(rows) == len(logits) else logits[rows]
         scaled = _scaled(part, peaks[rows], inverse_temperatures[rows])
@@ -150,7 +150,7 @@ def _draw_candidates(
     totals: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws among the K most likely tokens; says for which rows no other token could be drawn."""
+    """Draws among the K most likely tokens; also returns for which rows that was exact."""
     vocab_size = logits.shape[1]
     values, token_ids = logits.topk(num_candidates, dim=-1)
     values = _scaled(values, peaks, inverse_temperatures)
@@ -160,7 +160,7 @@ def _draw_candidates(
     floor = log_min_p.maximum(kth.masked_fill(unlimited, -torch.inf))
     weights = values.double().exp().masked_fill(values < floor.unsqueeze(1), 0.0)
     ends = weights.cumsum(-1)
-    # The floor is -inf as well where fewer than top_k tokens are possible: all are candidates then.
+    # The floor is also -inf where fewer than top_k tokens are possible: all are candidates then.
     totals = torch.where(unlimited & log_min_p.isneginf(), totals, ends[:, -1])
     needed = (ends - weights < (top_p * totals).unsqueeze(1)) & (weights > 0)
     nucleus = values.gather(1, needed.sum(-1, keepdim=True) - 1).squeeze(1)
@@ -185,7 +185,7 @@ def _scaled(
 def _invert(ends: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """First index of each row of `ends` that exceeds its target: ``[R, N], [R, 1] -> [R, 1]``.
 
-    Rounding may push a target to the end of the row; the last entry with any weight is meant then.
+    Rounding may push a target to the end of the row; then it is the last entry with any weight.
     """
     last = torch.searchsorted(ends, ends[:, -1:].contiguous())
     return torch.searchsorted(ends, targets, right=True).minimum(last)

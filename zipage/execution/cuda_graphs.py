@@ -19,14 +19,14 @@ from zipage.models.decoder import Decoder
 
 
 def graph_batch_sizes(largest: int) -> list[int]:
-    """Batch sizes to capture: powers of two, then steps of 8, from 64 on steps of 16."""
+    """Batch sizes to capture: powers of two, then multiples of 8, from 64 on multiples of 16."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 16, 16)]
     return sorted({min(size, largest) for size in sizes})
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The host's side of a decode step of S sequences, one new token each.
+    """The host's inputs of a decode step of S sequences, one new token each.
 
     Attributes (all ``[S]`` int64): `input_ids`; `positions`, `slot_mapping` and `capture` as in
     `StepInputs`; `cache_lens` with the new token; `rows`, each sequence's row of the block tables.
@@ -47,7 +47,7 @@ class DecodeOutput:
     Attributes:
         logits: ``[S, V]`` in the model's dtype.
         peaks: ``[S]`` the largest logit of each row, in the same dtype.
-        token_ids: ``[S]`` int64, the token of that logit.
+        token_ids: ``[S]`` int64, the token with that logit.
     """
 
     logits: torch.Tensor
@@ -55,14 +55,14 @@ class DecodeOutput:
     token_ids: torch.Tensor
 
     def pick(self, which: slice | torch.Tensor) -> DecodeOutput:
-        """Some of the sequences."""
+        """The rows of some of the sequences."""
         return DecodeOutput(self.logits[which], self.peaks[which], self.token_ids[which])
 
 
 class _Inputs:
     """The inputs of all graphs, in one buffer on the device and one pinned on the host.
 
-    A step costs one copy. The names are views of the buffers.
+    A step costs one copy. The attributes are views of the buffers.
     """
 
     def __init__(self, batch: int, units: int, device: torch.device | None) -> None:
@@ -88,8 +88,8 @@ class DecodeGraphs:
     Args:
         model: the decoder.
         backend: attention over its cache.
-        last_tokens: ``[max_sequences]`` int64 on the device, the token sampled last for the
-            sequence of each row of the block tables; stands in for a `PENDING_TOKEN`.
+        last_tokens: ``[max_sequences]`` int64 on the device, the last token sampled for the
+            sequence of each row of the block tables; replaces a `PENDING_TOKEN`.
         table_width: columns of the block tables.
 
     Attributes:
@@ -115,8 +115,8 @@ class DecodeGraphs:
         self.block_tables = torch.zeros(
             max_sequences, table_width, dtype=torch.int32, device=device
         )
-        # Whatever a graph reads or writes must live as long as the graph, at the same place; all
-        # graphs share it, as one runs at a time.
+        # Whatever a graph reads or writes must live as long as the graph, at the same address; all
+        # graphs share it, as only one runs at a time.
         self._input_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self._used_tables = torch.zeros_like(self.block_tables)
         self._query_start = torch.arange(max_sequences + 1, dtype=torch.int32, device=device)
@@ -150,11 +150,11 @@ class DecodeGraphs:
         inputs.slot_mapping.fill_(-1)
         inputs.capture.fill_(-1)
         pool = None
-        # Torch would take one stream for all engines of the process, on the first one's device.
+        # By default torch uses one stream for all engines of the process, on the first's device.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for size in reversed(self.sizes):
             step = self._step(size)
-            self._forward(step)  # compiles kernels, outside of the graph
+            self._forward(step)  # compiles kernels outside the graph
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             # Other engines of the process may allocate meanwhile.
@@ -201,7 +201,7 @@ class DecodeGraphs:
         torch.max(output.logits, dim=-1, out=(output.peaks, output.token_ids))
 
     def run(self, batch: DecodeBatch) -> DecodeOutput:
-        """Replay the smallest graph that holds the batch, after what is queued already."""
+        """Replay the smallest graph that holds the batch, after the work already queued."""
         count = len(batch.input_ids)
         size = next(size for size in self.sizes if size >= count)
         self._turn = 1 - self._turn

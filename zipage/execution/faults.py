@@ -1,10 +1,10 @@
-"""What kind of failure an exception from a model step is."""
+"""Classifies exceptions from model steps."""
 
 from __future__ import annotations
 
 import torch
 
-#: Parts of the messages torch and CUDA libraries use where they raise a plain RuntimeError.
+#: Parts of messages of plain RuntimeErrors from torch and CUDA libraries.
 _MEMORY_WORDS = (
     "out of memory",
     "can't allocate memory",
@@ -44,6 +44,6 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give cached device memory back, so that what is free is in one piece."""
+    """Return cached device memory, so that free memory is contiguous."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

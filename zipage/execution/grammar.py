@@ -24,21 +24,21 @@ from zipage.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-#: Compiled grammars, and refusals, that are kept for the next request.
+#: Compiled grammars, and refusals, kept for later requests.
 _MAX_CACHED = 128
-#: Most remainders of the `multipleOf`s of a schema. The parser makes a state for each before it
-#: answers, which its own limits do not bound: some seconds and gigabytes for a million.
+#: Most remainders of a schema's `multipleOf`s together. The parser makes a state for each, which
+#: its own limits do not bound: a million take some seconds and gigabytes.
 _MAX_REMAINDERS = 100_000
-#: What makes one number a multiple of several.
+#: Keywords that can make one number a multiple of several.
 _MERGING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-#: White space between parts of JSON: a space, or a line end and the next line's indentation. Every
-#: usual way to write JSON has no more; with any white space, models may go on with it for ever.
+#: Whitespace between parts of JSON: a space, or a newline and the next line's indentation. Usual
+#: JSON has no more; with unlimited whitespace, models may generate it forever.
 _WHITE_SPACE = r" |\r?\n( {0,64}|\t{0,16})"
-#: Bytes that occur in UTF-8.
+#: Bytes that can occur in UTF-8.
 _UTF8 = frozenset(range(0xF5)) - {0xC0, 0xC1}
-#: Beginnings of an answer that are tried to find out whether the vocabulary can write any.
+#: Most beginnings of an answer tried to find one that the vocabulary can write.
 _MAX_TRIED = 128
-#: Missing characters that are named.
+#: Most missing characters that an error names.
 _MAX_NAMED = 3
 
 
@@ -46,7 +46,7 @@ class GrammarCompiler:
     """Compiles forms for one tokenizer. May be used by several threads at once.
 
     Args:
-        tokenizer: gives the Hugging Face tokenizer; called when the first grammar comes.
+        tokenizer: returns the Hugging Face tokenizer; called for the first grammar.
         vocab_size: V.
         eos_token_ids: end-of-sequence tokens of the model.
     """
@@ -58,31 +58,31 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._table: Any = None
-        #: Every byte is a token of this one.
+        #: A vocabulary in which every byte is a token.
         self._byte_table: Any = None
-        #: Bytes of UTF-8 that no token has.
+        #: Bytes of UTF-8 that occur in no token.
         self._unknown: frozenset[int] = frozenset()
         self._cache: OrderedDict[tuple[str, str, bool], LLMatcher | RequestError] = OrderedDict()
         self._lock = threading.Lock()
-        #: Apart, so that nobody who asks for a known form waits while another is compiled.
+        #: A lock of its own, so that requests for known forms do not wait for a compilation.
         self._compiling = threading.Lock()
 
     def compile(self, form: StructuredOutputsParams) -> LLMatcher:
-        """A parser at the beginning of an answer; not to be moved, but to be copied.
+        """A parser at the beginning of an answer; shared, so copy it before advancing it.
 
-        Takes milliseconds as a rule (the first call also reads the vocabulary), and is bounded:
+        Usually takes milliseconds (the first call also reads the vocabulary), and is bounded:
         the parser refuses grammars that are too large.
 
         Raises:
             RequestError: the form is not legal, the vocabulary lacks characters that it needs, no
-                token can begin such an answer, llguidance is not installed or does not know the
-                tokenizer.
+                token can begin such an answer, or llguidance is not installed or does not support
+                the tokenizer.
         """
         key = (form.kind, form.text, form.disable_any_whitespace)
         found = self._find(key)
         if found is None:
             with self._compiling:
-                found = self._find(key)  # somebody else's, meanwhile
+                found = self._find(key)  # another thread may have compiled it meanwhile
                 if found is None:
                     try:
                         found = self._compile(form)
@@ -128,7 +128,7 @@ class GrammarCompiler:
             raise _refusal(form, cause_of(matcher))
         if not any_token(bits[0], self._vocab_size):
             if matcher.is_accepting():
-                raise _refusal(form, "only the empty text has it")
+                raise _refusal(form, "only the empty text matches it")
             raise _unwritable(form, "no token of its vocabulary can begin it")
         parser: LLMatcher = matcher
         return parser
@@ -138,8 +138,8 @@ class GrammarCompiler:
         pieces = token_pieces(tokenizer, skip_special_tokens=False)
         if pieces is None:
             raise RequestError(
-                "structured_outputs is not available: the texts of this model's tokenizer are not "
-                "made of one piece for each token"
+                "structured_outputs is not available: this model's tokenizer does not decode to "
+                "one piece of text per token"
             )
         special = special_token_ids(tokenizer).union(self._eos_token_ids)
         tokens = [pieces[token_id] for token_id in range(self._vocab_size)]
@@ -150,10 +150,10 @@ class GrammarCompiler:
         return _table(llguidance, tokens, special)
 
     def _missing(self, llguidance: Any, form: StructuredOutputsParams) -> str | None:
-        """The characters for want of which no answer can be written; None if there may be one."""
+        """The missing characters without which no answer can be written; None if one may be."""
         if form.grammar is not None and "<[" in form.grammar:
-            return None  # perhaps tokens by their ids, which would be taken for those of bytes
-        # White space changes nothing, and would only be tried in vain.
+            return None  # may name tokens by id, which would be mistaken for bytes
+        # Whitespace makes no difference here, and trying it would be wasted.
         grammar = _grammar(llguidance, replace(form, disable_any_whitespace=True))
         begin = llguidance.LLMatcher(self._byte_table, grammar, log_level=0)
         states: list[tuple[LLMatcher, int | None]] = [(begin, None)]
@@ -182,7 +182,7 @@ class GrammarCompiler:
 
 
 def schema_fault(schema: Mapping[str, Any]) -> str | None:
-    """What is wrong with a JSON schema for any tokenizer; None if there is nothing."""
+    """What is wrong with a JSON schema whatever the tokenizer; None if nothing is."""
     try:
         llguidance: Any = importlib.import_module("llguidance")
     except ImportError:
@@ -214,11 +214,11 @@ def _grammar(llguidance: Any, form: StructuredOutputsParams) -> str:
     else:
         lark = llguidance.grammar_from("grammar", form.grammar)
         for found in re.finditer(r"%json\s*", lark):
-            # The parser says what is wrong, if anything is.
+            # The parser reports what is wrong, if anything.
             with contextlib.suppress(json.JSONDecodeError, RecursionError):
                 _check_multiples(json.JSONDecoder().raw_decode(lark, found.end())[0])
-    # Otherwise text with one continuation is tokenised anew, which needs a tokenizer that gives
-    # the same tokens for a text in the middle of another.
+    # Otherwise llguidance tokenises forced text itself, which needs a tokenizer that gives the
+    # same tokens for a text in the middle of another.
     header = re.search(r"^%llguidance\s+(\{.*\})\s*$", lark, re.MULTILINE)
     if header is None:
         return f'%llguidance {{"no_forcing": true}}\n{lark}'
@@ -237,7 +237,7 @@ def _check_multiples(schema: Any) -> None:
             merges |= not _MERGING.isdisjoint(part)
             value = part.get("multipleOf")
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                # Powers of ten are seen from the last digits.
+                # Powers of ten only need the last digits.
                 digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).strip("0")
                 divisors.add(int(digits or "1"))
             parts += part.values()
@@ -248,13 +248,13 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _table(llguidance: Any, tokens: Sequence[bytes], special: Collection[int] = ()) -> Any:
-    # What ends an answer is decided here, not by the parser: its end token is none of ours.
+    # Zipage decides what ends an answer, not the parser: its end token is outside our vocabulary.
     vocabulary, end = _Vocabulary(tokens, special), len(tokens)
     return llguidance.LLTokenizer(vocabulary, n_vocab=end + 1, eos_token=end)
 
 
 def _allowed_bytes(matcher: LLMatcher) -> list[int]:
-    """What may come next, where every byte is a token."""
+    """Bytes that may come next in a parser whose tokens are the bytes."""
     bits = allowed_tokens([matcher], 256)
     return [
         int(byte)
@@ -263,7 +263,7 @@ def _allowed_bytes(matcher: LLMatcher) -> list[int]:
 
 
 def _character(byte: int, before: LLMatcher) -> str:
-    """How a character is named, by its first byte and the parser before it."""
+    """Names a character for a message, by its first byte and the parser before it."""
     character, after = bytes([byte]), before.deep_copy()
     after.consume_token(byte)
     while True:
@@ -288,7 +288,7 @@ class _Vocabulary:
         self.special_token_ids = sorted({*special, len(tokens)})
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text; not asked for without forcing."""
+        """Tokens of a text; never called without forcing."""
         return []
 
 

@@ -22,7 +22,7 @@ from zipage.tokenizer import encode_prompt, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-#: Most tokens of the pass.
+#: Most tokens in the pass.
 _TOKENS = 512
 
 #: Prose, mathematics, code and several scripts.
@@ -51,9 +51,9 @@ Der Zug nach München fährt heute später ab. La bibliothèque ferme à dix-hui
 
 
 class _Recorder(TorchBackend):
-    """Attention that notes the largest magnitudes of keys and values.
+    """Attention that records the largest magnitudes of keys and values.
 
-    All layers take turns with a cache of one.
+    All layers share a cache of one layer in turn.
 
     Attributes:
         largest: ``[L, 2, H]`` fp32.
@@ -87,7 +87,7 @@ def calibrate(
 ) -> torch.Tensor:
     """Scales of the keys (after norm and RoPE) and values of each layer and KV head.
 
-    Takes the memory of a prefill step of these tokens and of one layer's cache of them.
+    Takes the memory of a prefill step over these tokens, and their cache for one layer.
 
     Args:
         model: the model with its weights.
@@ -138,14 +138,14 @@ def calibrate(
 def calibration_tokens(
     tokenizer: str | None, revision: str | None, vocab_size: int, max_model_len: int
 ) -> list[int]:
-    """A fixed text, then tokens drawn from the whole vocabulary; only these without a tokenizer.
+    """A fixed text, then tokens drawn from the whole vocabulary; without a tokenizer only those.
 
-    The second half is there for tokens no text of this length has. Larger scales than needed cost
-    nothing, smaller ones cut off.
+    The drawn tokens cover what no text of this length contains. Scales that are too large cost
+    nothing; scales that are too small clip values.
 
     Args:
-        tokenizer: where to load it from, or None.
-        revision: hub revision of it.
+        tokenizer: where to load the tokenizer from, or None.
+        revision: its hub revision.
         vocab_size: V.
         max_model_len: longest text of the model.
     """

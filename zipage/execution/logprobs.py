@@ -27,8 +27,8 @@ class PromptRows:
         request_id: whose prompt it is.
         first_row: the first row of the step's hidden states; the others follow it.
         position: prompt position of the first row; it predicts the token at ``position + 1``.
-        token_ids: the predicted tokens, one a row.
-        top: most likely tokens wanted at every position.
+        token_ids: the predicted tokens, one per row.
+        top: number of most likely tokens wanted at every position.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class PromptLogprobs:
         next_position: the first prompt position whose row has not been read.
         entries: token id to `Logprob` for each token predicted by the rows read: the prompt's
             own token first, then the most likely ones.
-        fault: why they cannot be reported; None if they can.
+        fault: why the log-probabilities cannot be reported; None if they can.
     """
 
     next_position: int
@@ -78,14 +78,14 @@ def describe_tokens(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> 
 
 def _describe(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
     vocab_size = logits.shape[1]
-    # On CUDA the order of a row's sum depends on where the row lies, unless it is aligned.
+    # On CUDA the order of a row's sum depends on its address, unless rows are aligned.
     aligned = F.pad(logits, (0, -vocab_size % 4), value=-math.inf) if logits.is_cuda else logits
     logprobs = aligned.log_softmax(dim=-1)[:, :vocab_size] + 0.0  # no -0.0
     chosen = token_ids.unsqueeze(1)
     value = logprobs.gather(1, chosen)
     ids = torch.arange(vocab_size, device=logits.device)
     rank = 1 + ((logprobs > value) | ((logprobs == value) & (ids < chosen))).sum(-1, keepdim=True)
-    # The bits of a float as an integer of the same order, then the id: ties have an order too.
+    # The bits of a float as an integer of the same order, then the id, so that ties are ordered.
     bits = logprobs.view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     best = (keys + (vocab_size - 1 - ids)).topk(top, dim=-1).values
@@ -96,12 +96,12 @@ def _describe(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.
 def read_descriptions(
     rows: Sequence[Sequence[float]], token_ids: Sequence[int], wanted: Sequence[int]
 ) -> list[dict[int, Logprob]]:
-    """Entries of what `describe_tokens` says.
+    """Entries from the result of `describe_tokens`.
 
     Args:
         rows: its result, on the host.
-        token_ids: R token ids; theirs is the first entry of each row.
-        wanted: R numbers of most likely tokens, at most `top`; those of probability zero are left
+        token_ids: R token ids; each is the first entry of its row.
+        wanted: R numbers of most likely tokens, at most `top`; tokens of probability zero are left
             out.
     """
     entries: list[dict[int, Logprob]] = []
@@ -128,13 +128,13 @@ def prompt_logprobs(
     them), and a row's result does not depend on how rows are grouped.
 
     Args:
-        parts: what to read, one entry a request.
+        parts: what to read, one entry per request.
         hidden: ``[T, E]`` hidden states of the step.
         compute_logits: the model's output head, ``[R, E]`` to ``[R, V]`` float32.
         vocab_size: V.
 
     Returns:
-        Request id to what was read.
+        Result by request id.
     """
     rows = [row for part in parts for row in range(part.first_row, part.first_row + _count(part))]
     token_ids = [token_id for part in parts for token_id in part.token_ids]
@@ -170,7 +170,7 @@ def _collect(part: PromptRows, entries: Iterator[dict[int, Logprob]]) -> PromptL
     for position, (token_id, entry) in enumerate(
         zip(part.token_ids, found, strict=True), start=part.position
     ):
-        # A row with NaN, with +inf or with nothing but -inf has no softmax.
+        # A row with NaN or +inf, or with only -inf, has no softmax.
         if math.isnan(entry[token_id].logprob):
             fault = f"no prompt_logprobs: the logits of prompt token {position} are not usable"
             break

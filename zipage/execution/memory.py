@@ -1,4 +1,4 @@
-"""What the device's memory is for, and how large the KV pool is."""
+"""How the device's memory is used, and how large the KV pool is."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ if TYPE_CHECKING:
     from zipage.models.config import ModelConfig
     from zipage.models.transformers_config import TransformersConfig
 
-#: Without any other word, the pool takes this share of the host's available memory, at most 4 GiB.
+#: By default the pool takes this share of the host's available memory, at most 4 GiB.
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30
 _CUDA_SHARE = 0.9
-#: Share of a CUDA device that no pool is sized into, however little is free: allocators lose some.
+#: Share of a CUDA device kept free of the pool, however little is free: allocators waste some.
 _CUDA_SPARE = 0.02
 
 
 class DeviceMemory:
-    """Memory of a CUDA device as the driver counts it, whoever uses it."""
+    """Memory of a CUDA device as the driver counts it, for all processes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Total bytes of the device."""
         return torch.cuda.mem_get_info(self.device)[1]
 
     def free(self) -> int:
-        """Bytes nobody has, once all queued work is done."""
+        """Free bytes, once all queued work is done."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.mem_get_info(self.device)[0]
 
     def release(self) -> None:
-        """Give back what this process has cached, garbage included."""
+        """Return memory this process has cached, after collecting garbage."""
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The memory that is planned; None for the host's, which is given out as it is written."""
+    """The memory to plan; None for host memory, which is committed only as it is written."""
     return DeviceMemory(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a device's memory is for. All in bytes, measured before serving, but for `pool`.
+    """How a device's memory is used. All in bytes, and except for `pool` measured before serving.
 
     Attributes:
         total: of the device.
-        free: before the weights were loaded; the rest belongs to others, or to this process's
-            CUDA context.
+        free: before the weights were loaded; the rest belongs to other processes, or to this
+            process's CUDA context.
         weights: the model.
-        steps: the largest steps: activations, logits, workspaces of attention and sampling, the
-            code of kernels.
+        steps: the largest steps: activations, logits, workspaces of attention and sampling, and
+            kernel code.
         compression: scratch of the largest compression.
         graphs: captured decode steps with their inputs and outputs.
         pool: KV blocks with their stored scores and positions, and query slots.
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes free that nothing is planned for."""
+        """Free bytes that are not planned for anything."""
         return self.free - self.weights - self.steps - self.compression - self.graphs - self.pool
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ def block_bytes(spec: KVCacheSpec) -> int:
 
 
 def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The option `dtype`: on ``auto`` the checkpoint's, but float32 on the CPU."""
+    """Resolve the option `dtype`: ``auto`` is the checkpoint's, but float32 on the CPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else model_dtype
     dtype: torch.dtype = getattr(torch, name)
@@ -115,7 +115,7 @@ def pool_spec(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCacheSpec:
-    """Shape of the pool of a model, without blocks: `plan_pool` gives their number."""
+    """Shape of a model's pool without the number of blocks, which `plan_pool` sets."""
     return KVCacheSpec(
         num_layers=model.num_layers,
         num_blocks=0,
@@ -140,14 +140,14 @@ def plan_pool(
     """Size the pool of `spec` (whose `num_blocks` is ignored) from the config.
 
     Args:
-        config: says how much memory there is.
+        config: sets how much memory to use.
         spec: shape of the pool.
         max_model_len: longest text.
-        measured: what is needed beside the pool; None on the CPU.
+        measured: memory needed besides the pool; None on the CPU.
 
     Raises:
         ConfigError: the memory is not enough for the query slots and one useful request, or for a
-            pool of the size asked for.
+            pool of the requested size.
     """
     slots = spec.query_slot_bytes * spec.num_query_slots
     if config.num_kv_blocks is not None:
@@ -184,7 +184,7 @@ def plan_pool(
 
 
 def _advice(config: EngineConfig, spec: KVCacheSpec, measured: MemoryPlan | None) -> str:
-    """What else takes memory, and which options say how much."""
+    """Advice: what else takes memory, and which options control it."""
     if measured is None:
         return ""
     graphs = "" if config.enforce_eager else ", or set enforce_eager=True"
@@ -197,13 +197,13 @@ def _advice(config: EngineConfig, spec: KVCacheSpec, measured: MemoryPlan | None
 def weights_do_not_fit(
     memory: DeviceMemory, parameters: int, dtype: torch.dtype, size: int, free: int
 ) -> ConfigError:
-    """Why a model cannot be loaded.
+    """The error for a model too large to load.
 
     Args:
-        memory: of the device.
-        parameters: of the model.
-        dtype: of its weights, but those in fp8.
-        size: of its weights, in bytes.
+        memory: the device's memory.
+        parameters: number of the model's parameters.
+        dtype: dtype of its weights other than those in fp8.
+        size: bytes of its weights.
         free: bytes that were free before.
     """
     return ConfigError(
@@ -231,7 +231,7 @@ def make_pool(spec: KVCacheSpec) -> KVCache:
         f"{size:,} bytes, more than {spec.device} has: lower num_kv_blocks, kv_cache_memory or "
         "num_query_slots"
     )
-    # Host memory is only taken when it is written, so that the allocation alone tells nothing.
+    # Host memory is only committed when it is written, so the allocation alone proves nothing.
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if spec.device.type == "cpu" and size > physical:
         raise fault
@@ -250,7 +250,7 @@ def _pool_bytes(config: EngineConfig, measured: MemoryPlan | None) -> tuple[int,
     share = config.memory_utilization
     if measured is not None:
         share = _CUDA_SHARE if share is None else share
-        # The share is this engine's alone, as far as others leave it free.
+        # The share counts this engine alone, as far as other processes leave it free.
         most = min(int(share * measured.total), measured.free - int(_CUDA_SPARE * measured.total))
         return measured.left - measured.free + most, f"memory_utilization={share}"
     available = host_memory_available()

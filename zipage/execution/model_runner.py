@@ -60,7 +60,7 @@ def resolve_device(name: str) -> torch.device:
     """Turn the option `device` into a device.
 
     Raises:
-        ConfigError: CUDA is asked for and not there.
+        ConfigError: CUDA is requested and not available.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,7 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r}: this machine or torch build has no CUDA; use 'cpu'")
     device = torch.device(name.partition(":")[0])
     if device.type == "cuda":
-        # Torch takes a number modulo 256.
+        # Torch takes the index modulo 256.
         index = int(name.partition(":")[2] or torch.cuda.current_device())
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device={name!r}: there are {torch.cuda.device_count()} devices")
@@ -88,7 +88,7 @@ class ModelRunner:
         model_path: the model's directory or GGUF file; None for a `model_shape`.
         model_config: the parsed checkpoint configuration.
         max_model_len: most tokens of prompt and answer.
-        memory_plan: what the device's memory is for; None on the CPU.
+        memory_plan: how the device's memory is used; None on the CPU.
         cache: the KV pool.
         swap: host copies of swapped requests.
         forward_seconds: time spent in forward passes and sampling so far.
@@ -127,7 +127,7 @@ class ModelRunner:
         width = -(-self.max_model_len // config.block_size) + 1
         self._tables = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self._ahead = config.schedules_ahead(self.device.type)
-        # The token that was sampled last for the request of each row.
+        # The last token sampled for the request of each row.
         self._last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs: DecodeGraphs | None = None
         self.memory_plan: MemoryPlan | None = None
@@ -161,7 +161,7 @@ class ModelRunner:
         )
 
     def _prepare(self, spec: KVCacheSpec) -> None:
-        """Make the KV pool and what works on it."""
+        """Make the KV pool and everything that uses it."""
         try:
             self.make_cache(spec)
             self.use_cache()
@@ -173,7 +173,7 @@ class ModelRunner:
         else:
             return
         raise ConfigError(
-            f"{self.device} is out of memory, though the engine was planned to fit: some was taken "
+            f"{self.device} is out of memory, though the plan fitted: other processes took some "
             f"meanwhile, or the KV pool leaves too little: lower its size or memory_utilization "
             f"({self.memory_plan})"
         ) from cause
@@ -202,7 +202,7 @@ class ModelRunner:
     def _find_kv_scales(
         self, spec: KVCacheSpec, memory: DeviceMemory | None
     ) -> torch.Tensor | None:
-        """Scales of a quantised KV cache; None for one that is not."""
+        """Scales of a quantised KV cache; None if the cache is not quantised."""
         if not spec.is_quantised:
             return None
         from zipage.execution.kv_calibration import calibrate, calibration_tokens
@@ -221,8 +221,8 @@ class ModelRunner:
                 raise
             cause = without_frames(error)
         raise ConfigError(
-            f"{self.device} is out of memory before there is a KV pool, finding the scales of "
-            f"kv_cache_dtype={self.config.kv_cache_dtype!r} from {len(token_ids)} tokens: take a "
+            f"{self.device} is out of memory before the KV pool is allocated, calibrating scales "
+            f"of kv_cache_dtype={self.config.kv_cache_dtype!r} on {len(token_ids)} tokens: use a "
             "smaller model"
         ) from cause
 
@@ -234,11 +234,11 @@ class ModelRunner:
         self._row_owner: list[Request | None] = [None] * self.config.max_num_seqs
         self._row_version = [-1] * self.config.max_num_seqs
         self._row_blocks = [0] * self.config.max_num_seqs
-        # Changes of block tables that the copy on the device lacks.
+        # Changes of block tables not yet copied to the device.
         self._stale_cells: dict[int, int] = {}
 
     def use_cache(self) -> None:
-        """Make what works on the KV pool."""
+        """Make everything that uses the KV pool."""
         config, scale = self.config, self.model.scale
         self.swap = HostSwap(self.cache)
         self.forward_seconds = 0.0
@@ -265,35 +265,35 @@ class ModelRunner:
             )
             policy = make_policy(config.compression, config.policy_options)
             kernels: KernelChoice = "torch" if config.attention_backend == "torch" else "auto"
-            # Beside decoding, more than one thread would only take the cores decoding needs.
+            # Next to decoding, more than one thread would take cores that decoding needs.
             threads = 1 if config.compresses_beside(self.device.type) else None
             self.compressor = Compressor(self.cache, policy, options, scale, kernels, threads)
 
     def drop_cache(self) -> None:
-        """Give up the KV pool and all that refers to it."""
+        """Release the KV pool and everything that refers to it."""
         self.graphs = None
         if "swap" in self.__dict__:
-            self.swap.close()  # and stays, for its count
+            self.swap.close()  # stays, as its length is still read
         for name in ("cache", "backend", "compressor"):
             self.__dict__.pop(name, None)
 
     def close(self) -> None:
-        """Give up the weights and the KV pool; no step can be run any more."""
+        """Release the weights and the KV pool; no step can run afterwards."""
         self.drop_cache()
         self.__dict__.pop("model", None)
         release_memory(self.device)
 
     def capture_graphs(self) -> None:
-        """Capture decode steps over the KV pool, where graphs can hold them."""
+        """Capture decode steps over the KV pool, if graphs support them."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return
         if isinstance(self.model_config, ModelConfig) and self.model_config.moe is not None:
-            return  # which rows an expert computes is known on the host alone
+            return  # which rows an expert computes is decided on the host
         from zipage.attention.triton_backend import TritonBackend
         from zipage.execution.cuda_graphs import DecodeGraphs
 
         if not isinstance(self.backend, TritonBackend) or not isinstance(self.model, Decoder):
-            return  # transformers' code may wait for the device, which no graph can hold
+            return  # transformers' code may synchronise with the device, which no graph allows
         width = self._tables.shape[1]
         graphs = DecodeGraphs(self.model, self.backend, self._last_tokens, width)
         graphs.capture()
@@ -325,21 +325,21 @@ class ModelRunner:
         return output
 
     def can_launch(self, scheduled: Sequence[ScheduledTokens]) -> bool:
-        """Whether `launch` can run these: nothing of them must be known on the host at once."""
+        """Whether `launch` can run these: not if the host must read logits of their prompts."""
         return all(item.request.next_prompt_logits is None for item in scheduled)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, read_tokens: Callable[[], object]) -> LaunchedSample:
-        """Queue the work of a plan on the device; its tokens are read when it is done.
+        """Queue the work of a plan on the device; its tokens are read later.
 
-        A request whose last known token is `PENDING_TOKEN` takes the one that the launch before
-        this one sampled for it.
+        A request whose last known token is `PENDING_TOKEN` takes the token that the previous
+        launch sampled for it.
 
         Args:
             plan: what to compute.
-            read_tokens: reads the tokens of the launch before this one. It is called once the
-                forward pass is queued, if the form of an answer decides about its next token: the
-                device works meanwhile, for all requests.
+            read_tokens: reads the tokens of the previous launch. It is called once the forward
+                pass is queued, if the form of an answer restricts its next token; meanwhile the
+                device computes for all requests.
         """
         started = time.perf_counter()
         scheduled = plan.scheduled
@@ -365,7 +365,7 @@ class ModelRunner:
         return launched
 
     def _decode(self, scheduled: Sequence[ScheduledTokens], graphs: DecodeGraphs) -> DecodeOutput:
-        """Run a captured graph; every item has one token. Only items that sample are returned."""
+        """Replay a captured graph; every item has one token. Returns only items that sample."""
         output = graphs.run(self._decode_batch(scheduled, graphs))
         picked = [i for i, item in enumerate(scheduled) if item.samples]
         return output if len(picked) == len(scheduled) else output.pick(self._index(picked))
@@ -407,7 +407,7 @@ class ModelRunner:
         return hidden[last]
 
     def _build(self, scheduled: Sequence[ScheduledTokens]) -> StepInputs:
-        """Batch tensors of a step. Per-token work is vectorised; Python only visits requests."""
+        """Batch tensors of a step. Per-token work is vectorised; Python loops over requests."""
         count = len(scheduled)
         b, w = self.config.block_size, self.cache.spec.window
         token_ids: list[int] = []
@@ -496,7 +496,7 @@ class ModelRunner:
     def compress(self, job: CompressionJob) -> torch.Tensor | None:
         """Carry out one compression. May run on another thread or stream than the steps.
 
-        Returns the positions it kept if the job asks for them, see `kept_positions`.
+        Returns the positions it kept if the job requests them, see `kept_positions`.
         """
         assert self.compressor is not None
         self.compressor.run(job)
@@ -512,14 +512,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def swap_in(self, move: SwapMove) -> None:
-        """Bring a saved cache back."""
+        """Restore a saved cache."""
         self.swap.swap_in(move.request.request_id, move.block_ids, move.query_slot)
 
 
 def _check_batch_invariant(
     model_config: ModelConfig | TransformersConfig, device: torch.device
 ) -> None:
-    """Refuse models of which rows are computed together.
+    """Refuse models in which a row's result depends on other rows.
 
     Raises:
         ConfigError: transformers' own code runs the model, or it has experts and runs on CUDA.
@@ -540,7 +540,7 @@ def _states(scheduled: Sequence[ScheduledTokens]) -> list[SamplingState]:
 
 
 def _prompt_rows(scheduled: Sequence[ScheduledTokens]) -> list[PromptRows]:
-    """Rows of a step whose logits are wanted for prompt tokens."""
+    """Rows of a step whose logits are needed for prompt log-probabilities."""
     parts: list[PromptRows] = []
     row = 0
     for item in scheduled:

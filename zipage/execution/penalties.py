@@ -1,4 +1,4 @@
-"""Which tokens the penalised sequences have seen, counted on the device, and the penalties.
+"""Penalties, and the counts on the device of the tokens that penalised sequences have seen.
 
 P penalised rows of a step, V token ids.
 """
@@ -25,8 +25,8 @@ def penalise(logits: torch.Tensor, counts: torch.Tensor, table: torch.Tensor) ->
 
     Args:
         logits: ``[E, V]`` float32.
-        counts: ``[slots, V]`` int32: twice the occurrences in the output, plus one for a token of
-            the prompt.
+        counts: ``[slots, V]`` int32: twice the occurrences in the output, plus one if the token is
+            in the prompt.
         table: ``[P, 5]`` float64: row of `logits`, slot, and the three penalties.
     """
     rows, slots = table[:, 0].long(), table[:, 1].long()
@@ -41,20 +41,20 @@ def penalise(logits: torch.Tensor, counts: torch.Tensor, table: torch.Tensor) ->
 @dataclass
 class _Slot:
     index: int
-    #: Tokens of the output that are counted; -1 before the prompt is.
+    #: Tokens of the output that are counted; -1 while the prompt is not.
     counted: int = -1
 
 
 class TokenCounts:
     """One row of counts for each penalised sequence that is sampled.
 
-    A sequence keeps its row to its end, unless others need one: then it is counted again when it
-    goes on. So all memory is taken at once, and its size is known.
+    A sequence keeps its row until it ends, unless others need the row: then its tokens are counted
+    again when it resumes. So all memory is allocated at once, with a known size.
 
     Args:
         vocab_size: V.
         num_slots: rows; P is never more.
-        device: where they are kept.
+        device: where the counts are kept.
 
     Attributes:
         counts: ``[num_slots, V]`` int32, see `penalise`.
@@ -70,11 +70,11 @@ class TokenCounts:
         unread: Sequence[bool],
         last_tokens: torch.Tensor | None,
     ) -> list[int]:
-        """Counts what the sequences have seen since the last call; returns their slots.
+        """Counts the tokens that the sequences have seen since the last call; returns their slots.
 
         Args:
-            states: P of them.
-            unread: for each, whether its last token is known on the device alone.
+            states: the P sequences.
+            unread: for each, whether its last token is known only on the device.
             last_tokens: ``[P]`` int64, those tokens; None if there are none.
         """
         vocab_size = self.counts.shape[1]
@@ -98,7 +98,7 @@ class TokenCounts:
             assert last_tokens is not None
             rows, starts = self._upload(np.array(pending)).unbind(1)
             cells.append(last_tokens[rows] + starts)
-        # All memory is there before anything is counted: a step that fails can be repeated.
+        # All memory is allocated before anything is counted, so a failed step can be repeated.
         twos = [torch.full_like(part, 2, dtype=torch.int32) for part in cells]
         flat = self.counts.view(-1)
         if prompts:

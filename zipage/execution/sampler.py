@@ -1,11 +1,11 @@
 """Choosing the next token of every sequence of a batch.
 
-Order, as in vLLM: minimum length, bias, penalties, prescribed form; then temperature, min-p, top-k
+Order, as in vLLM: minimum length, bias, penalties, required form; then temperature, min-p, top-k
 and top-p; then one draw. R rows, V token ids, all on the logits' device.
 
 A draw inverts the cumulative distribution: one uniform number picks a token. Compared with
-``argmax(p / Exp(1))`` it needs one random number for a row in place of V, and a seeded number can
-come from a hash of (seed, count), equal on every device and free of generator state.
+``argmax(p / Exp(1))`` it needs one random number per row instead of V, and a seeded number can be
+a hash of (seed, count), equal on every device and without generator state.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MASK64 = 2**64 - 1
 
 
 class SamplingState:
-    """What the sampling of one sequence depends on: parameters, tokens seen, number of draws.
+    """The state that sampling a sequence depends on: parameters, tokens seen, number of draws.
 
-    Made once per sequence; it outlives preemptions, whose recomputed tokens are not drawn again.
+    Made once per sequence. It survives preemptions: recomputed tokens are not drawn again.
 
     Args:
         params: checked parameters.
@@ -46,7 +46,7 @@ class SamplingState:
         eos_token_ids: end-of-sequence tokens of the model.
         vocab_size: V.
         sample_index: which of the n completions; added to the seed.
-        form: what the answer must look like, if that is prescribed.
+        form: the required form of the answer, if any.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class SamplingState:
         )
 
     def uniform(self, generator: random.Random) -> float:
-        """The number in [0, 1) that decides the next draw; unseeded ones are `generator`'s."""
+        """The number in [0, 1) that decides the next draw; from `generator` without a seed."""
         if self._stream is None:
             return generator.random()
-        # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), entered at the draw's number.
+        # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), jumping to the draw's number.
         bits = _mix(self._stream + self.num_sampled * 0x9E3779B97F4A7C15)
         return float(bits >> 11) * 2.0**-53
 
@@ -101,10 +101,10 @@ class SamplerOutput:
     """What was chosen for each row.
 
     Attributes:
-        token_ids: one a row; -1 where there is an error.
-        logprobs: one a row, None where none were asked for: the sampled token first, then the
-            most likely ones.
-        errors: row to why nothing could be chosen.
+        token_ids: one per row; -1 for a row with an error.
+        logprobs: one per row, None if not requested: the sampled token first, then the most
+            likely ones.
+        errors: by row, why no token could be chosen.
         prompt_logprobs: request id to what the step reported about its prompt; added by the runner.
     """
 
@@ -122,8 +122,8 @@ class LaunchedSample:
         peaks: ``[R]`` largest logit of each row.
         described: rows whose log-probabilities are wanted.
         wanted: for each of these, how many alternatives.
-        descriptions: what `describe_tokens` says of them.
-        faults: row to why its token is none, where the host knew before.
+        descriptions: result of `describe_tokens` for them.
+        faults: by row, why it has no token, where the host knew this before.
 
     Attributes:
         token_ids: ``[R]`` int64 on the device.
@@ -156,7 +156,7 @@ class LaunchedSample:
             self._host = packed
 
     def wait(self) -> SamplerOutput:
-        """What was chosen, once the device has got there."""
+        """Wait for the device; returns the chosen tokens."""
         if self._event is not None:
             self._event.synchronize()
         count = len(self.token_ids)
@@ -181,8 +181,8 @@ class Sampler:
     """Samples batches. On CUDA with Triton nothing here ever waits for the device.
 
     Args:
-        seed: of the generator that all requests without a seed of their own draw from.
-        device: of the logits.
+        seed: seed of the generator for all requests without a seed of their own.
+        device: device of the logits.
         max_num_seqs: most sequences sampled at once.
     """
 
@@ -226,16 +226,16 @@ class Sampler:
     ) -> LaunchedSample:
         """Chooses the next token of each row on the device.
 
-        The result of a row depends on its own logits and state only (and, without a seed, on
-        the generator). A row whose logits are unusable gets an error, the others are not affected.
+        The result of a row depends only on its own logits and state (and, without a seed, on
+        the generator). A row with unusable logits gets an error; the others are not affected.
 
         Args:
             logits: ``[R, V]`` in any dtype; not changed.
-            states: one a row.
-            best: ``[R]`` largest logit of each row and its token, if they are known.
-            unread: for each row, whether its sequence's last token is known on the device alone;
-                None if none is.
-            last_tokens: ``[R]`` int64, where those are.
+            states: one per row.
+            best: ``[R]`` largest logit of each row and its token, if known.
+            unread: for each row, whether its sequence's last token is known only on the device;
+                None if there is no such row.
+            last_tokens: ``[R]`` int64, those tokens.
         """
         edited = [row for row, state in enumerate(states) if state.edits]
         if edited and len(edited) == len(states):
@@ -283,7 +283,7 @@ class Sampler:
         peaks: torch.Tensor,
         token_ids: torch.Tensor,
     ) -> None:
-        """Replaces the tokens of some rows by draws from `logits`, or from their `changed` ones."""
+        """Replaces the tokens of some rows by draws from `logits`, or from `changed` logits."""
         vocab_size = logits.shape[1]
         place = {row: index for index, row in enumerate(edited)}
         tables: tuple[list[list[float]], list[list[float]]] = ([], [])
@@ -313,7 +313,7 @@ class Sampler:
         unread: Sequence[bool] | None,
         last_tokens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A copy of rows of the logits in fp32 with biases, penalties and what is not allowed."""
+        """A copy of rows of the logits in fp32 with biases, penalties and masks applied."""
         vocab_size = logits.shape[1]
         changed = logits[self._upload(rows)].float()
         masked: list[int] = []
@@ -322,7 +322,7 @@ class Sampler:
         penalised: list[int] = []
         for index, row in enumerate(rows):
             state, start = states[row], index * vocab_size
-            if state.below_min_tokens and state.form is None:  # which knows it itself
+            if state.below_min_tokens and state.form is None:  # a form masks them itself
                 masked += [start + token_id for token_id in state.ending_token_ids]
             if state.params.logit_bias:
                 biased += [start + token_id for token_id in state.params.logit_bias]
@@ -358,7 +358,7 @@ class Sampler:
         return changed
 
     def _mask(self, changed: torch.Tensor, formed: Sequence[tuple[int, AnswerForm]]) -> None:
-        """Bars what the form of an answer does not allow, in place."""
+        """Masks tokens that the form of an answer does not allow, in place."""
         vocab_size = changed.shape[1]
         bits = torch.from_numpy(allowed_bits([form for _, form in formed], vocab_size))
         places = self._upload([index for index, _ in formed])
@@ -374,7 +374,7 @@ class Sampler:
 def _checked(
     token_ids: list[int], peaks: list[float], logprobs: list[dict[int, Logprob] | None]
 ) -> SamplerOutput:
-    """Output with errors for the rows whose largest logit is not finite."""
+    """The output, with errors for rows whose largest logit is not finite."""
     errors: dict[int, str] = {}
     # A sum of fp32 numbers is finite in fp64 if all of them are.
     if not math.isfinite(sum(peaks)):
@@ -392,7 +392,7 @@ def _fault(peak: float) -> str:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser: a bijection of 64-bit numbers that scatters near ones."""
+    """SplitMix64's finaliser: a bijection of 64-bit numbers that scatters neighbours."""
     value &= _MASK64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64

@@ -9,7 +9,7 @@ import torch
 
 from zipage.cache.kv_cache import KVCache
 
-#: Device memory a move takes beside the pool, unless a single layer needs more.
+#: Device memory a move takes besides the pool, unless a single layer needs more.
 _STAGING_BYTES = 64 << 20
 
 
@@ -57,7 +57,7 @@ class HostSwap:
         self._store.pop(request_id, None)
 
     def close(self) -> None:
-        """Forget all requests, and the pool: nothing can be moved any more."""
+        """Forget all requests and the pool; nothing can be moved afterwards."""
         self._store.clear()
         self.__dict__.pop("_cache", None)
 
@@ -73,7 +73,7 @@ def _gather(pool: torch.Tensor, block_ids: Sequence[int]) -> torch.Tensor:
 
 
 def _scatter(pool: torch.Tensor, block_ids: Sequence[int], saved: torch.Tensor) -> None:
-    """The opposite of `_gather`."""
+    """The inverse of `_gather`."""
     index = torch.tensor(block_ids, device=pool.device)
     step = _layers_at_once(saved)
     for some, of in zip(torch.split(pool, step), torch.split(saved, step), strict=True):

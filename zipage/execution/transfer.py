@@ -1,4 +1,4 @@
-"""From the host to the device."""
+"""Copies from the host to the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on `device`, through pinned memory and without waiting for the device."""
+    """Copy a host tensor to `device` through pinned memory, without waiting for the device."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

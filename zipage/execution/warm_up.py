@@ -1,4 +1,4 @@
-"""The largest work of serving, done before it: what memory it takes, kernels compiled."""
+"""Runs the largest work of serving in advance, to measure its memory and compile kernels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Blocks of the pool that is measured with. Sequences have as many as they need, listed again and
-#: again: what they hold does not matter.
+#: Blocks of the pool used to measure. Sequences list them repeatedly for as many blocks as they
+#: need: the content does not matter.
 _BLOCKS = 2
 
 #: Products of few rows are compiled for the next power of two.
 _FEW_ROWS = (4, 20, 36, 68)
 
-# Everything that costs memory. Of so flat a distribution top-p keeps almost all.
+# Everything that costs memory. At this temperature top-p keeps almost all tokens.
 _COSTLY = SamplingParams(
     temperature=1e4,
     top_p=1 - 1e-9,
@@ -55,7 +55,7 @@ class TrialStep:
     """A step to try.
 
     Attributes:
-        parts: of each sequence, how many tokens are computed and how many are in its cache.
+        parts: for each sequence, how many tokens are computed and how many are in its cache.
         capture: whether the first sequence's queries are stored in a query slot.
     """
 
@@ -64,7 +64,7 @@ class TrialStep:
 
 
 def trial_steps(config: EngineConfig, max_model_len: int) -> list[TrialStep]:
-    """Steps none of which serving exceeds, and those that need other variants of kernels.
+    """The largest steps of serving, and steps that need other variants of kernels.
 
     Args:
         config: the limits.
@@ -75,13 +75,13 @@ def trial_steps(config: EngineConfig, max_model_len: int) -> list[TrialStep]:
     each, more = divmod(most, sequences)
     chunk = min(most, max_model_len)
     steps = [
-        # Most rows with most logits, and most rows with the longest cache.
+        # The most rows with the most logits, and the most rows with the longest cache.
         TrialStep(tuple((each + (i < more), 0) for i in range(sequences)), config.compresses),
         TrialStep(((chunk, max_model_len - chunk),)),
         TrialStep(((1, max_model_len - 1), *[(1, 0)] * (sequences - 1))),
     ]
     steps += [TrialStep(((rows, 0),)) for rows in _FEW_ROWS if rows <= chunk]
-    # Some arguments are aligned with every fourth number of sequences only.
+    # Some arguments are aligned only if the number of sequences is a multiple of four.
     for others in (1, 2):
         parts = ((2, 0), *[(1, 1)] * others)
         if len(parts) <= sequences and len(parts) < most and max_model_len > 1:
@@ -93,17 +93,17 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
     """Run the largest steps, the largest compression and the captures of a loaded model.
 
     Args:
-        runner: has its model; is left without a cache.
+        runner: has loaded its model; is left without a cache.
         spec: the pool's shape.
-        memory: of the device.
+        memory: the device's memory.
         free: bytes that were free before the model was loaded.
 
     Returns:
         The plan, without a pool.
 
     Raises:
-        ConfigError: something does not fit, even beside a pool of next to nothing, or a kernel
-            needs more of a multiprocessor than there is.
+        ConfigError: something does not fit even with a tiny pool, or a kernel needs more resources
+            than a multiprocessor has.
     """
     started, compiled = time.perf_counter(), num_compiled_kernels()
     memory.release()
@@ -117,10 +117,10 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
             memory.release()
             before = memory.free()
             run(runner)
-            # Torch has kept what was freed: this is the most that was needed at once.
+            # Torch keeps freed memory cached, so this is the peak.
             plan = replace(plan, **{stage: max(0, before - memory.free())})
     except Exception as error:
-        if type(error).__name__ == "OutOfResources":  # of Triton, which may not be there
+        if type(error).__name__ == "OutOfResources":  # Triton's, which may not be installed
             raise ConfigError(
                 f"{runner.device} cannot run the Triton kernels of this model "
                 f"({str(error).partition('. ')[0]}): use attention_backend='torch'"
@@ -138,7 +138,7 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
     memory.release()
     config = runner.config
     raise ConfigError(
-        f"{runner.device} is out of memory before there is a KV pool, measuring {stage}: lower "
+        f"{runner.device} is out of memory before the KV pool, measuring {stage}: lower "
         f"max_num_batched_tokens={config.max_num_batched_tokens}, "
         f"max_num_seqs={config.max_num_seqs} or max_model_len={runner.max_model_len}, or take "
         f"a smaller model (until then: {plan})"
@@ -159,7 +159,7 @@ def _run_steps(runner: ModelRunner) -> None:
 
 
 def _plan(runner: ModelRunner, step: TrialStep, params: list[SamplingParams]) -> StepPlan:
-    """The step with one request a sequence; they sample in turn as `params` say."""
+    """The step with one request per sequence, which take `params` in turn."""
     config, spec = runner.config, runner.cache.spec
     scheduled = []
     for row, (tokens, start) in enumerate(step.parts):
@@ -194,7 +194,7 @@ def _compress(runner: ModelRunner) -> None:
     longest = 0 if config.bounded_prefill else runner.max_model_len
     stream: AbstractContextManager[object] = nullcontext()
     if runner.device.type == "cuda" and config.compresses_beside("cuda"):
-        # Memory freed on one stream is not given to others.
+        # Memory freed on one stream is not reused by others.
         stream = torch.cuda.stream(torch.cuda.Stream(runner.device))  # type: ignore[no-untyped-call]
     with stream:
         runner.compressor.warm_up(blocks, longest)
@@ -212,7 +212,7 @@ def num_compiled_kernels() -> int:
             kernels |= {id(value): value for value in vars(module).values()}
     count = 0
     for kernel in kernels.values():
-        # By device: the compiled variants, in newer versions of Triton first among other things.
+        # By device: the compiled variants; newer versions of Triton hold them first in a tuple.
         caches = getattr(kernel, "device_caches", None) or getattr(kernel, "cache", None)
         if isinstance(caches, dict):
             parts = [c[0] if isinstance(c, tuple) else c for c in caches.values()]

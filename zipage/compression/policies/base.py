@@ -1,4 +1,4 @@
-"""The policy interface: what a cached token is worth."""
+"""The policy interface: scores of cached tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zipage.errors import ConfigError
 
 
 class PolicyScores(NamedTuple):
-    """What a policy says about the T cached tokens of L layers and H KV heads.
+    """A policy's scores of the T cached tokens of L layers and H KV heads.
 
     Attributes:
         final: ``[L, H, T]`` fp32; the tokens with the largest are kept.
@@ -36,7 +36,7 @@ class PolicyScores(NamedTuple):
 
 
 class Legal(NamedTuple):
-    """Which values an option may take, as a test and in words."""
+    """The values an option may take, as a test and in words."""
 
     accepts: Callable[[Any], bool]
     words: str
@@ -71,13 +71,13 @@ def _legal(annotation: Any) -> Legal:
 class Policy(ABC):
     """Maps a view of a request's cache to scores.
 
-    A policy knows nothing of blocks, kernels, selection or moving. Its fields are its options,
+    A policy knows nothing about blocks, kernels, selection or moving. Its fields are its options,
     each typed with a Literal or one of the option types above. It must depend on the view alone:
-    the same request gives the same scores whatever runs beside it. A layer's scores must not
-    depend on other layers, for a view may hold some of them only.
+    the same request gets the same scores whatever runs beside it. A layer's scores must not depend
+    on other layers, because a view may hold only some of them.
 
     Attributes:
-        name: what users call it.
+        name: its name for users.
         default_window: tokens of the window unless the engine is told otherwise.
 
     Raises:

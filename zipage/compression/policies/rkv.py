@@ -16,7 +16,7 @@ from zipage.compression.view import CacheView
 class RKVPolicy(Policy):
     """``z = λ·a - (1 - λ)·r`` with raw redundancy and no memory of earlier scores.
 
-    Costs a comparison of all pairs of keys, O(T²·D) per layer and head.
+    Compares all pairs of keys: O(T²·D) per layer and head.
 
     Attributes:
         group: reduction of attention over the query heads of a KV head, done first.

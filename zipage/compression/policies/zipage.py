@@ -20,8 +20,8 @@ class ZipagePolicy(Policy):
     for tokens scored before and ``a`` for new ones; ``r`` the redundancy. Pooling replaces ``a``
     in ``z`` by its maximum over neighbouring tokens; what is stored is never pooled.
 
-    The defaults are what did best on zipage-tiny (docs/compression.md); `ZipagePaperPolicy` has
-    the published ones.
+    The defaults did best on zipage-tiny (docs/compression.md); `ZipagePaperPolicy` has the
+    published ones.
 
     Attributes:
         group: reduction of attention over the query heads of a KV head, done first.

@@ -26,7 +26,7 @@ _OTHERS = (
 
 
 def examples(config: EngineConfig) -> list[dict[str, Any]]:
-    """Titles, prompts and budgets; for the embedded model, problems of its own kind with answers."""
+    """Titles, prompts and budgets; for the embedded model, problems of its kind, with answers."""
     block = config.block_size
     if config.model is not None or config.model_shape is not None:
         budget = min(config.kv_budget or 1024, 1024) // block * block
