@@ -64,9 +64,9 @@ class EngineConfig:
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights; config.json is
             enough).
-        model_shape: with ``load_format='dummy'`` in place of a model, the sizes of a well-known
-            one: ``qwen3-0.6b``, ``1.7b``, ``4b``, ``8b``, ``14b`` or ``32b``, ``r1-llama-8b`` or
-            ``r1-qwen-7b``. It has no tokenizer: prompts are token ids, and so are answers.
+        model_shape: with ``load_format='dummy'`` and no model, the sizes of a well-known one:
+            ``qwen3-Nb`` with N 0.6, 1.7, 4, 8, 14 or 32, ``r1-llama-8b`` or ``r1-qwen-7b``. It has
+            no tokenizer: prompts and answers are token ids.
         model_impl: ``zipage`` (the decoder), ``transformers`` (transformers' own model code with
             paged attention) or ``auto`` (the decoder where it covers the architecture).
         quantization: ``fp8`` runs linear layers in fp8: weights are quantised when they are

@@ -22,7 +22,7 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file's name is that of a GGUF file."""
+    """Whether a file is a GGUF file, by its name."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -31,7 +31,7 @@ class Checkpoint(ABC):
 
     Attributes:
         path: file or directory, for messages.
-        shapes: the tensors there are, in the order of the files.
+        shapes: shapes of all tensors by name, in the order of the files.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Checkpoint(ABC):
             index: a slice for each of the first dimensions; the others are taken whole.
 
         Raises:
-            ModelError: it cannot be read, or holds no floating-point numbers.
+            ModelError: the tensor cannot be read, or is not floating-point.
         """
 
 
@@ -55,9 +55,9 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
     """Open the weights of a model.
 
     Args:
-        path: a GGUF file, or a directory. Of a directory these are the files that
-            model.safetensors.index.json names, or model.safetensors where there is no index; any
-            other file is ignored.
+        path: a GGUF file, or a directory. In a directory, the files that
+            model.safetensors.index.json names are opened, or model.safetensors if there is no
+            index; other files are ignored.
 
     Raises:
         ModelError: files are missing, truncated or damaged.
@@ -85,7 +85,7 @@ class _SafetensorsCheckpoint(Checkpoint):
                 if absent:
                     raise ModelError(
                         f"{path / INDEX_FILE} says that {absent[0]} is in {file.name}, which has "
-                        f"no such tensor ({len(absent)} of its names are not there)"
+                        f"no such tensor ({len(absent)} of its names are missing)"
                     )
                 for name in opened.keys():  # noqa: SIM118  (a file, not a dict)
                     if names is None or name in names:
@@ -120,7 +120,7 @@ def _weight_files(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
         by_file: dict[str, set[str]] = {}
         try:
             for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-                # Nothing outside the directory is a part of the model.
+                # Files outside the directory are not part of the model.
                 if (
                     not isinstance(file, str)
                     or file in ("", "..")

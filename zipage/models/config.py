@@ -1,4 +1,4 @@
-"""What a model directory says about its model: shapes, options, special tokens."""
+"""The configuration in a model directory: shapes, options, special tokens."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class MoEConfig:
     """A mixture of experts in place of the MLP of some layers.
 
     Attributes:
-        names: how checkpoints spell it.
-        num_experts: experts of a layer.
+        names: names of its tensors and keys in checkpoints.
+        num_experts: experts per layer.
         experts_per_token: how many of them compute a token.
-        intermediate_size: of one expert.
+        intermediate_size: intermediate size of one expert.
         renormalise: the chosen experts' weights are divided by their sum.
-        layers: indices of the layers that have it; the others have the plain MLP.
+        layers: indices of the layers that have experts; the others have a plain MLP.
     """
 
     names: MoENames
@@ -77,12 +77,12 @@ class ModelConfig:
         tie_word_embeddings: the output head is the embedding matrix.
         fused_projections: checkpoints hold q, k, v and gate, up as one tensor each.
         moe: the mixture of experts, or None.
-        max_position_embeddings: longest text in tokens the model was made for; what ``yarn`` and
-            ``dynamic`` RoPE stretch it to included.
+        max_position_embeddings: longest text in tokens the model was made for, as stretched by
+            ``yarn`` or ``dynamic`` RoPE.
         dtype: dtype of the checkpoint.
         eos_token_ids: every token that ends a text.
         bos_token_id: token that begins a text, if any.
-        generation_defaults: sampling fields of generation_config.json, as they stand there.
+        generation_defaults: sampling fields of generation_config.json, unchanged.
     """
 
     model_impl: ClassVar[str] = "zipage"
@@ -118,14 +118,14 @@ class ModelConfig:
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling options that a model asks for in its generation_config.json.
 
-    Greedy unless it says ``do_sample``. Its length limit is left out, as reasoning models run to
-    the end.
+    Greedy unless it says ``do_sample``. Its length limit is ignored, so that reasoning models run
+    to the end.
 
     Args:
-        generation: the file's fields, as they stand there.
+        generation: the file's fields, unchanged.
 
     Returns:
-        names and values of fields of `SamplingParams`.
+        Names and values of fields of `SamplingParams`.
     """
     defaults: dict[str, Any] = {"temperature": 0.0}
     if "repetition_penalty" in generation:
@@ -138,16 +138,16 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Read config.json and, where present, generation_config.json, or what a GGUF file says.
+    """Read config.json and, if present, generation_config.json, or a GGUF file's metadata.
 
     Args:
         path: a Hugging Face model directory, or a GGUF file.
         max_model_len: longest text in tokens the model will be run on, if less than its longest:
-            a model with a sliding window runs on texts no longer than the window.
+            a model with a sliding window runs only on texts no longer than the window.
 
     Raises:
         ModelError: a file is missing or broken, or the model needs something the decoder does
-            not do: another architecture, activation or RoPE type, sliding-window attention,
+            not support: another architecture, activation or RoPE type, sliding-window attention,
             quantised weights.
     """
     if is_gguf(path):
@@ -163,7 +163,7 @@ def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConf
     try:
         return parse_model_config(raw, generation, max_model_len)
     except ModelError as error:
-        # The same type: an unknown architecture must stay one.
+        # The same type, as callers handle unknown architectures separately.
         raise type(error)(f"{source}: {error}") from None
     except MALFORMED as error:
         raise ModelError(
@@ -270,7 +270,7 @@ def _parse(
 
 def _parse_moe(raw: Mapping[str, Any], names: MoENames, num_layers: int) -> MoEConfig | None:
     """The mixture of experts, or None if no layer has one."""
-    # transformers 5 saves every family's number of experts as num_local_experts.
+    # transformers 5 saves the number of experts as num_local_experts for every family.
     named = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
     num_experts = whole_number(raw, named, largest=MOST_EXPERTS)
     experts_per_token = whole_number(raw, "num_experts_per_tok")
@@ -316,7 +316,7 @@ def _refuse_sliding_window(
         if options.window_switch:
             if not flag(raw, options.window_switch):
                 return
-            # These families use the window in the layers from max_window_layers on.
+            # These families use the window only in layers from max_window_layers on.
             if whole_number(named, "max_window_layers", smallest=0) >= num_layers:
                 return
     elif named["sliding_window"] is None:
@@ -325,7 +325,7 @@ def _refuse_sliding_window(
     if window < min(longest, max_model_len or longest):
         raise ModelError(
             f"sliding-window attention (sliding_window {window} < max_position_embeddings "
-            f"{longest}) is not supported; only texts that are attended to as a whole are: "
+            f"{longest}) is not supported except for texts that fit the window: "
             f"set max_model_len={window} or less"
         )
 
@@ -334,13 +334,13 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a model directory.
 
     Raises:
-        ModelError: the file is missing or holds something else.
+        ModelError: the file is missing or is not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file.parent} is not a model directory: it has no {file.name}") from None
-    # Brackets nested by the thousand end in a RecursionError.
+    # Thousands of nested brackets raise RecursionError.
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

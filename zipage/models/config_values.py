@@ -1,7 +1,7 @@
-"""Values of a config.json, of the type and in the range that a model can have; else ModelError.
+"""Values of a config.json, checked for a type and range that a model can have; else ModelError.
 
-A comparison with NaN is false and Python's integers have no end, so every range is one of
-``smallest <= value <= largest``, which neither passes.
+A comparison with NaN is false and Python's integers are unbounded, so every check has the form
+``smallest <= value <= largest``, which rejects both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 4096
 MOST_EXPERTS = 65536
 
-#: What a malformed value can raise in code that reads it.
+#: Exceptions a malformed value can raise in code that reads it.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
@@ -49,7 +49,7 @@ def whole_number(
 
 
 def number(raw: Mapping[str, Any], key: str, smallest: float, largest: float) -> float:
-    """A number of a range."""
+    """A number within a range."""
     value = raw.get(key)
     if (
         isinstance(value, bool)
@@ -63,7 +63,7 @@ def number(raw: Mapping[str, Any], key: str, smallest: float, largest: float) ->
 
 
 def flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """A yes or no; `default` where the key is missing or null."""
+    """A boolean; `default` where the key is missing or null."""
     value = raw.get(key)
     if value is None:
         return default
@@ -83,7 +83,7 @@ def strings(raw: Mapping[str, Any], key: str) -> list[str]:
 
 
 def architecture_names(raw: Mapping[str, Any]) -> list[str]:
-    """``architectures``; one that stands there as a plain string is a list of one."""
+    """``architectures``; a plain string counts as a list of one."""
     value = raw.get("architectures")
     return [value] if isinstance(value, str) else strings(raw, "architectures")
 
@@ -124,7 +124,7 @@ def refuse_quantised(raw: Mapping[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; of an integer without end, which repr refuses, its size."""
+    """A value for a message; the size of an integer too long for repr."""
     if isinstance(value, int) and abs(value) >= 10**100:
         return f"an integer of {value.bit_length()} bits"
     return shown(value)

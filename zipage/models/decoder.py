@@ -1,4 +1,4 @@
-"""The decoder: one inference-only transformer that Llama, Qwen, Mistral and Phi-3 are options of.
+"""The decoder: one inference-only transformer; Llama, Qwen, Mistral and Phi-3 are its options.
 
 Shapes: T' rows of one step (a multiple of 4), E hidden size, Q query heads, H KV heads, D head
 dimension, I intermediate size, V vocabulary size. Q, H and I are those of one tensor-parallel
@@ -48,7 +48,8 @@ class DecoderLayer(WeightHolder):
         o_weight, o_bias: ``[E, Q D]`` and ``[E]`` or None.
         gate_up_weight, gate_up_bias: ``[2 I, E]`` and ``[2 I]`` or None; rows of gate, then up.
         down_weight, down_bias: ``[E, I]`` and ``[E]`` or None.
-        qkv_scale, o_scale, gate_up_scale, down_scale: of fp8 weights, ``[rows]`` fp32, else None.
+        qkv_scale, o_scale, gate_up_scale, down_scale: scales of fp8 weights, ``[rows]`` fp32, else
+            None.
         moe: a mixture of experts in place of gate, up and down, which are None then; or None.
     """
 
@@ -75,7 +76,7 @@ class DecoderLayer(WeightHolder):
         config = model.config
         hidden, head_dim, inner = config.hidden_size, config.head_dim, model.intermediate_size
         qkv = (model.num_heads + 2 * model.num_kv_heads) * head_dim
-        # A bias after a sum over ranks must enter once, so the first rank alone holds it.
+        # A bias must be added once to the sum over ranks, so only the first rank holds it.
         first = model.tp_rank == 0
         dense = config.moe is None or index not in config.moe.layers
         shapes: dict[str, tuple[int, ...] | None] = {
@@ -142,7 +143,7 @@ class DecoderLayer(WeightHolder):
         self._add_reduced(x, F.linear(h, self.down_weight, self.down_bias))
 
     def matrix(self, name: str) -> torch.Tensor | Fp8Matrix:
-        """Where the weights of ``qkv``, ``o``, ``gate_up`` or ``down`` are written to."""
+        """The target for loading the weights of ``qkv``, ``o``, ``gate_up`` or ``down``."""
         weight: torch.Tensor = getattr(self, f"{name}_weight").data
         scale: torch.Tensor | None = getattr(self, f"{name}_scale")
         return weight if scale is None else Fp8Matrix(weight, scale.data)
@@ -152,7 +153,7 @@ class DecoderLayer(WeightHolder):
 
 
 class _PackedLayer:
-    """A layer's matrices laid out for the native CPU kernels; the originals are given up."""
+    """A layer's matrices laid out for the native CPU kernels; the originals are freed."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         from zipage.kernels.native.elementwise import add_rms_norm, silu_mul
@@ -185,9 +186,9 @@ class _PackedLayer:
 
 
 class _FusedLayer:
-    """A layer's elementwise operations as Triton kernels, residual sums inside the products.
+    """A layer's elementwise operations as Triton kernels, with residual sums fused into products.
 
-    Small products leave their sum to the norm after them, be it the next layer's.
+    Small products leave their sum to the following norm, which may be the next layer's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,12 +217,12 @@ class _FusedLayer:
         self._add_product(layer, x, active, layer.down_weight, layer.down_bias)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of `x`, to which the last product is added first if that is still to be done."""
+        """RMSNorm of `x`, after adding the last product if that is still pending."""
         parts, self._unsummed = self._unsummed, None
         return self._elementwise.add_rms_norm(x, parts, weight, eps)
 
     def reset(self) -> None:
-        """Forget what a forward pass that failed left behind."""
+        """Forget a product left pending by a forward pass that failed."""
         self._unsummed = None
 
     def _add_product(
@@ -243,7 +244,7 @@ class _FusedLayer:
 
 
 class _InvariantLayer(_FusedLayer):
-    """A fused layer whose products do not depend on the number of rows either."""
+    """A fused layer whose products, too, do not depend on the number of rows."""
 
     def __init__(self, device: torch.device) -> None:
         from zipage.kernels.triton.linear import linear
@@ -275,8 +276,8 @@ class Decoder(WeightHolder):
         dtype: dtype of weights and activations.
         device: where they live.
         tp_rank, tp_size: which tensor-parallel shard this is. Heads and the MLP are split; KV
-            heads are replicated where there are fewer of them than ranks; embeddings, norms and
-            the output head are whole on every rank.
+            heads are replicated if there are fewer of them than ranks; embeddings, norms and the
+            output head are whole on every rank.
         all_reduce: sums a tensor over the ranks, in place or not, and returns the sum; needed
             when `tp_size` > 1.
         max_positions: rows of the RoPE tables; None for the model's longest text.
@@ -288,10 +289,10 @@ class Decoder(WeightHolder):
         scale: factor of the attention scores, ``D ** -0.5``.
         cos, sin: RoPE tables, see `QKVTransform`.
         embed_weight: ``[V, E]``.
-        head_weight: ``[V, E]``, the same tensor where embeddings are tied.
+        head_weight: ``[V, E]``, the same tensor if embeddings are tied.
         final_norm: ``[E]``.
-        num_parameters, weight_bytes: of this rank; tied embeddings count once, and scales of fp8
-            weights only as bytes.
+        num_parameters, weight_bytes: those of this rank; tied embeddings count once, and scales of
+            fp8 weights only as bytes.
 
     Raises:
         ConfigError: the model cannot be split over `tp_size` ranks, or its layers cannot be fp8.
@@ -384,7 +385,7 @@ class Decoder(WeightHolder):
         """Use Triton kernels for the operations between matrix products (CUDA).
 
         Args:
-            batch_invariant: for the products too, so that a row does not depend on the others.
+            batch_invariant: also for the products, so that a row does not depend on the others.
         """
         if batch_invariant:
             from zipage.kernels.triton.linear import linear
@@ -445,7 +446,7 @@ class Decoder(WeightHolder):
         return self.project(hidden).float()
 
     def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Like `compute_logits` of a model that is not packed, in the model's dtype.
+        """Like `compute_logits`, but in the model's dtype and only for a model that is not packed.
 
         Args:
             hidden: ``[R, E]``.

@@ -2,8 +2,8 @@
 
 Weights are quantised when they are loaded, activations in every step, both to the largest value
 of their row: ``x = values * scale`` with ``scale = max|x| / 448``. Embeddings, norms, biases and
-the output head stay in the model's dtype: the head's rounding would show in every probability, and
-its bytes are a small share (8 % of Qwen3-8B's).
+the output head stay in the model's dtype: the head's rounding would affect every probability, and
+its share of the bytes is small (8 % of Qwen3-8B's).
 
 Letters: M rows, K inputs, N outputs of a product.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 #: The largest number of e4m3, 448.
 FP8_MAX = torch.finfo(FP8).max
-#: Both sides of a weight must be multiples of this, as `torch._scaled_mm` asks.
+#: `torch._scaled_mm` requires both sides of a weight to be multiples of this.
 FP8_ALIGNMENT = 16
 # Most weights quantised at once: 64 MiB in fp32.
 _MOST_AT_ONCE = 1 << 24
@@ -48,7 +48,7 @@ class Fp8Rows:
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """Weights ``weight * scale[:, None]`` of N outputs, or of some of them.
+    """Weights ``weight * scale[:, None]`` of all or some of the N outputs.
 
     Attributes:
         weight: ``[N, K]`` e4m3.
@@ -67,7 +67,7 @@ class Fp8Matrix:
         return Fp8Matrix(self.weight[rows], self.scale[rows])
 
     def copy_(self, source: torch.Tensor) -> None:
-        """Quantise ``source [N, K]`` into it, some rows at a time."""
+        """Quantise ``source [N, K]`` into this matrix, some rows at a time."""
         step = max(1, _MOST_AT_ONCE // source.shape[1])
         for start in range(0, len(source), step):
             rows = quantise(source[start : start + step].to(self.weight.device))
@@ -76,7 +76,7 @@ class Fp8Matrix:
 
 
 class Elementwise(Protocol):
-    """What happens between the products: here in torch, `kernels.triton.quantise` on CUDA."""
+    """Operations between the products: in torch here, `kernels.triton.quantise` on CUDA."""
 
     def quantise(self, x: torch.Tensor) -> Fp8Rows:
         """Rows of ``[M, K]`` in fp8."""
@@ -84,22 +84,22 @@ class Elementwise(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta` to `x` in place, both ``[M, K]``; the RMSNorm of the sum, rounded once.
+        """Add `delta` to `x` in place, both ``[M, K]``; returns the sum's RMSNorm, rounded once.
 
-        `delta` may be ``[S, M, K]``, parts that are summed first, if the products give such.
+        `delta` may be ``[S, M, K]``, parts to be summed first, if the products return parts.
         """
 
     def quantise_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Fp8Rows:
-        """`add_rms_norm` in fp8, without rounding to the dtype of `x` between."""
+        """`add_rms_norm` in fp8, without rounding to the dtype of `x` in between."""
 
     def quantise_silu_mul(self, gate_up: torch.Tensor) -> Fp8Rows:
         """``silu(gate) * up`` of ``[M, 2 K]``, gates first, in fp8."""
 
 
 class SmallProducts(Protocol):
-    """Products of few rows, where another way than `Product` is faster."""
+    """Products of few rows, for which another method than `Product` is faster."""
 
     def product(
         self, x: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
@@ -159,8 +159,8 @@ def scaled_product(
 ) -> torch.Tensor:
     """The product of rows and a weight, summed in fp32: torch's scaled product on CUDA.
 
-    On the CPU both are widened to fp32. A row's result depends on that row alone there, for a
-    multiple of 4 rows.
+    On the CPU both are widened to fp32. There a row's result depends on that row alone if the
+    number of rows is a multiple of 4.
     """
     if weight.device.type == "cuda":
         return torch._scaled_mm(
@@ -170,7 +170,7 @@ def scaled_product(
             scale_b=scale.unsqueeze(0),
             bias=bias,
             out_dtype=dtype,
-            # Sums in fewer bits, which cost accuracy, speed up large prefills only.
+            # Accumulating in fewer bits costs accuracy and speeds up large prefills only.
             use_fast_accum=False,
         )
     out = F.linear(x.values.float(), _widen(weight)).mul_(x.scales).mul_(scale)
@@ -178,7 +178,7 @@ def scaled_product(
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:
-    """``weight.float()``: on the CPU, looking numbers up is six times as fast as torch's cast."""
+    """``weight.float()``: on the CPU, a lookup table is six times as fast as torch's cast."""
     table = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     return table.index_select(0, weight.view(torch.uint8).flatten().int()).view(weight.shape)
 
@@ -186,12 +186,12 @@ def _widen(weight: torch.Tensor) -> torch.Tensor:
 class Fp8Path:
     """The forward pass of a decoder whose layers have fp8 weights.
 
-    Each sum over the residual stream is fused into the norm behind it.
+    Each sum over the residual stream is fused into the norm after it.
 
     Args:
-        elementwise: what happens between the products.
-        product: how they are computed.
-        small: how those of few rows are, if in another way.
+        elementwise: operations between the products.
+        product: computes the products.
+        small: computes products of few rows, if there is a faster method.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Fp8Path:
         dtype: torch.dtype,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """What a product adds to the residual stream, maybe in parts."""
+        """What a product adds to the residual stream, possibly in parts."""
         if self._small is not None and bias is None and reduce is None:
             parts = self._small.parts(x, weight, scale)
             if parts is not None:
@@ -260,11 +260,11 @@ class Fp8Path:
 
 
 def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a device or dtype that products of fp8 cannot run on.
+    """Refuse a device or dtype that fp8 products do not support.
 
     Raises:
-        ConfigError: a GPU below compute capability 8.9, one with another dtype than bfloat16, or
-            one for which this torch lacks the product.
+        ConfigError: the GPU is below compute capability 8.9, the dtype on a GPU is not bfloat16, or
+            this torch lacks the product for the GPU.
     """
     if device.type != "cuda":
         return
@@ -284,10 +284,10 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _try_product(device: torch.device) -> None:
-    """Multiply: which torch can do that with a scale per row on which GPU is written nowhere.
+    """Try a product: which torch supports a scale per row on which GPU is not documented.
 
     Raises:
-        ConfigError: this one cannot.
+        ConfigError: this torch does not on this GPU.
     """
     rows = quantise(torch.zeros(128, 128, dtype=torch.bfloat16, device=device))
     scale = rows.scales[:, 0].contiguous()
@@ -300,7 +300,7 @@ def _try_product(device: torch.device) -> None:
         raise ConfigError(
             f"quantization='fp8': torch {torch.__version__} cannot multiply fp8 with a scale per "
             f"row on {torch.cuda.get_device_name(device)} ({cause}): leave quantization out, or "
-            f"take another version of torch"
+            f"use another version of torch"
         ) from error
 
 

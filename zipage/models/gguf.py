@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Family:
-    """How llama.cpp spells a family.
+    """How llama.cpp names a family's parts.
 
     Attributes:
         architecture: name in `ARCHITECTURES`.
         experts_architecture: the same for files with experts; None if there are none.
         interleaved: query and key rows are stored for a rotation of neighbouring dimensions.
-        up: what ``ffn_up`` is called in Hugging Face checkpoints.
+        up: name of ``ffn_up`` in Hugging Face checkpoints.
     """
 
     architecture: str
@@ -67,7 +67,7 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
-# Divisors of the RoPE frequencies: read with the config.
+# Divisors of the RoPE frequencies, read with the config.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
@@ -94,7 +94,7 @@ class GGUFFile:
         try:
             self._reader: Any = GGUFReader(path)
             self.tensors: dict[str, Any] = {t.name: t for t in self._reader.tensors}
-        # The reader checks little: a damaged file surfaces as whatever numpy raises.
+        # The reader checks little: a damaged file shows up as whatever numpy raises.
         except (ValueError, IndexError, KeyError, OSError, TypeError, OverflowError) as error:
             raise ModelError(
                 f"{path} cannot be read as GGUF (truncated or damaged?): {error}"
@@ -113,7 +113,7 @@ class GGUFFile:
         self.family = FAMILIES[self.kind]
 
     def get(self, key: str) -> Any:
-        """A metadata value, None if there is none."""
+        """A metadata value; None if it is missing."""
         field = self._reader.get_field(key)
         return None if field is None else field.contents()
 
@@ -141,7 +141,7 @@ class GGUFFile:
     # ------------------------------------------------------------------ config
 
     def config(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What config.json and generation_config.json of the model would say.
+        """The contents of the equivalent config.json and generation_config.json.
 
         Raises:
             ModelError: metadata or tensors that every file has are missing.
@@ -203,7 +203,7 @@ class GGUFFile:
         return raw, {}
 
     def _count(self, key: str, default: int | None = None) -> int:
-        """A whole number of the architecture's metadata; 0 only if that is the default."""
+        """A whole number from the architecture's metadata; 0 only if that is the default."""
         name = f"{self.kind}.{key}"
         try:
             return whole_number(
@@ -223,8 +223,8 @@ class GGUFFile:
             "rope_theta": self.option("rope.freq_base") or 10000.0,
             "partial_rotary_factor": rotated / max(head_dim, 1),
         }
-        # As llama.cpp reads them: the old name stands in for a missing factor, and a factor
-        # without a type is linear scaling.
+        # As in llama.cpp, the old name is read if the factor is missing, and a factor without a
+        # type means linear scaling.
         factor = self.option("rope.scaling.factor") or self.option("rope.scale_linear")
         stated = self.option("rope.scaling.type")
         kind = stated or ("none" if factor in (None, 0, 1) else "linear")
@@ -243,7 +243,7 @@ class GGUFFile:
                 f"supported together with the tensor {given[0]}"
             )
         if factors[0] is not None:
-            # Llama 3.1's scaling, worked out: the same divisors at every length.
+            # Llama 3.1's scaling, precomputed: the same divisors at every length.
             kind, short, long = "longrope", factors[0], factors[0]
             rope |= {"factor": 1.0, "attention_factor": 1.0}
         else:
@@ -349,7 +349,7 @@ class GGUFCheckpoint(Checkpoint):
         elif self._file.family.interleaved and ".self_attn.k_proj." in name:
             heads = self._file.option("attention.head_count")
             values = _deinterleave(values, self._file.option("attention.head_count_kv") or heads)
-        # A copy: numbers that need no dequantising lie in the read-only file.
+        # A copy, because values that need no dequantising are views of the read-only file.
         return torch.from_numpy(np.array(values[index], dtype=np.float32))
 
 

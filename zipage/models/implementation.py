@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def read_config(
     path: Path, model_impl: str = "auto", max_model_len: int | None = None
 ) -> ModelConfig | TransformersConfig:
-    """Read a model directory's configuration for the code that is to run it.
+    """Read a model directory's configuration for the code that will run it.
 
     Args:
-        path: a Hugging Face model directory, or a GGUF file, which the decoder alone runs.
+        path: a Hugging Face model directory, or a GGUF file, which only the decoder runs.
         model_impl: ``zipage`` for the decoder, ``transformers`` for transformers' own code,
-            ``auto`` for the decoder where it covers the architecture and transformers elsewhere.
+            ``auto`` for the decoder if it covers the architecture, else transformers.
         max_model_len: longest text in tokens the model will be run on, if less than its longest.
 
     Raises:
@@ -64,7 +64,7 @@ def count_weights(
     """Parameters and bytes of a model that need not be loaded; tied weights count once."""
     if not isinstance(config, ModelConfig):
         return config.num_parameters, config.num_parameters * dtype.itemsize
-    # On the meta device weights have shapes and no storage.
+    # On the meta device weights have shapes but no storage.
     meta = torch.device("meta")
     decoder = Decoder(config, dtype, meta, max_positions=1, quantization=quantization)
     return decoder.num_parameters, decoder.weight_bytes
@@ -83,7 +83,7 @@ def load_weights(
     """Build the model that `config` describes and fill it; see the two loaders.
 
     Raises:
-        ConfigError: the model, the device or the dtype cannot be quantised so.
+        ConfigError: the model, device or dtype does not support the quantisation.
     """
     if isinstance(config, ModelConfig):
         if quantization == "fp8":

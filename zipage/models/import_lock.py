@@ -1,4 +1,4 @@
-"""transformers imports itself piece by piece; two threads at once may see it half done."""
+"""transformers imports its parts lazily; of two threads at once, one may see it half imported."""
 
 import threading
 

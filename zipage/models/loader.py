@@ -32,7 +32,7 @@ def resolve_model_path(name_or_path: str | Path | None, revision: str | None = N
         revision: branch, tag or commit of a hub model.
 
     Raises:
-        ModelError: no such directory, or the download failed.
+        ModelError: there is no such directory, or the download failed.
     """
     embedded = Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
     if name_or_path is None:
@@ -101,8 +101,8 @@ def load_model(
 ) -> Decoder:
     """Build a decoder and fill it.
 
-    Weights are copied tensor by tensor from memory-mapped files, so that the decoder's own copy
-    is the only whole one, in fp8 as well; a tensor-parallel rank reads its shard alone.
+    Weights are copied tensor by tensor from memory-mapped files, so that the decoder's copy is the
+    only complete one, also in fp8; a tensor-parallel rank reads only its shard.
 
     Args:
         config: the model.
@@ -110,14 +110,14 @@ def load_model(
         dtype: dtype to run in; None for the checkpoint's.
         device: where to run.
         load_format: ``auto``, or ``dummy`` for random weights (normal, standard deviation 0.02,
-            repeated after 4 million of them).
+            repeating after 4 million).
         seed: seed of dummy weights.
         tp_rank, tp_size, all_reduce, max_positions, quantization: see `Decoder`.
 
     Raises:
         ModelError: files are missing or broken, or tensors are missing, surplus or misshapen.
         ConfigError: `load_format` is unknown, or the model cannot be split over `tp_size` ranks or
-            quantised so.
+            does not support the quantisation.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
@@ -133,7 +133,7 @@ def load_model(
             quantization=quantization,
         )
     except RuntimeError as error:
-        # What torch says of a tensor that no memory, or no 64-bit number, can hold.
+        # Torch's messages for a tensor too large for the memory or for 64-bit sizes.
         if not any(words in str(error) for words in ("can't allocate", "overflowed")):
             raise
         raise ModelError(
@@ -153,7 +153,7 @@ def load_model(
 
 
 def _fill_dummy(decoder: Decoder, seed: int) -> None:
-    """Cut all weights from one long random sequence: drawing billions of numbers takes minutes."""
+    """Cut all weights from one random sequence: drawing billions of numbers takes minutes."""
     generator = torch.Generator(decoder.device).manual_seed(seed)
     length = min(_DUMMY_LENGTH, decoder.num_parameters)
     numbers = torch.empty(length, dtype=decoder.dtype, device=decoder.device)
@@ -164,7 +164,7 @@ def _fill_dummy(decoder: Decoder, seed: int) -> None:
             weight.data.fill_(1.0)
             continue
         if name.endswith("_scale"):
-            continue  # written with its weight
+            continue  # written together with its weight
         target = weight.data
         matrix: torch.Tensor | Fp8Matrix = target
         if target.dtype == FP8:

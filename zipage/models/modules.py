@@ -1,4 +1,4 @@
-"""What the decoder and its mixture of experts are built of."""
+"""Building blocks of the decoder and its mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# From this many elements on torch splits an elementwise operation between threads.
+# From this many elements, torch splits an elementwise operation between threads.
 _PARALLEL_ELEMENTS = 32768
 
 
@@ -17,12 +17,12 @@ class WeightHolder(nn.Module):
         """Allocate the weight `name`."""
         weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self.register_parameter(name, weight)
-        # Found in the instance, a weight costs no call of nn.Module.__getattr__ in every step.
+        # As an instance attribute, a weight avoids calls of nn.Module.__getattr__ in every step.
         self.__dict__[name] = weight
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate_up [rows, 2 I]``, the gate first, which is overwritten.
+    """``silu(gate) * up`` of ``gate_up [rows, 2 I]``, gates first; overwrites the gates.
 
     In fp32 on the CPU a row's result depends on that row alone.
 
@@ -33,7 +33,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     serial_rows = max(1, _PARALLEL_ELEMENTS // gate.shape[1])
     if gate.shape[0] > serial_rows and gate.device.type == "cpu" and gate.dtype == torch.float32:
         # Threads would split the elements anywhere, and the ends of their shares are computed
-        # with another exponential: rows would depend on the batch.
+        # with a different exponential: rows would depend on the batch.
         for rows in torch.split(gate, serial_rows):
             F.silu(rows, inplace=True)
     else:

@@ -23,8 +23,8 @@ class MixtureOfExperts(WeightHolder):
 
     A token's output is the sum of its k experts' outputs, weighted by the softmax of the router's
     logits over all experts. In fp32 on the CPU a row's result does not depend on the other rows:
-    each expert computes its rows in one matrix product, and a row's experts are added in the order
-    of their indices.
+    each expert computes its rows in one matrix product, and the experts of a row are summed in the
+    order of their indices.
 
     Attributes:
         router_weight: ``[X, E]``.
@@ -58,7 +58,7 @@ class MixtureOfExperts(WeightHolder):
         self.packed: _PackedExperts | None = None
 
     def pack(self) -> None:
-        """Lay out the weights for the native CPU kernels; the originals are given up."""
+        """Lay out the weights for the native CPU kernels; the originals are freed."""
         self.packed = _PackedExperts(self)
         for weight in (self.router_weight, self.gate_up_weight, self.down_weight):
             weight.data = torch.empty(0)
@@ -74,7 +74,7 @@ class MixtureOfExperts(WeightHolder):
             shares = shares / shares.sum(dim=-1, keepdim=True)
         shares = shares.to(x.dtype).flatten()
         order = torch.argsort(chosen.flatten(), stable=True)
-        # How many rows an expert has decides the shapes of its products: the host must know.
+        # The number of an expert's rows sets the shapes of its products, so the host must know it.
         counts = torch.bincount(chosen.flatten(), minlength=self.config.num_experts).tolist()
         out = torch.zeros_like(x)
         for expert, entries in enumerate(torch.split(order, counts)):

@@ -1,7 +1,7 @@
 """Which Hugging Face architectures the decoder runs, and why others are refused.
 
-A family that runs is a row of options of the one decoder. A family that would run wrongly has a
-row in `REFUSED`, which says why. Any other architecture is unknown.
+A supported family is a row of options of the one decoder. A family that would run incorrectly has
+a row in `REFUSED` with the reason. Any other architecture is unknown.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from zipage.errors import ModelError
 
 @dataclass(frozen=True)
 class MoENames:
-    """How a family with a mixture of experts spells its tensors and config.json keys.
+    """Names of tensors and config.json keys in a family with a mixture of experts.
 
     Attributes:
-        block: module of the MLP in every layer, as per-expert checkpoints spell it.
+        block: module of the MLP in every layer, as named in per-expert checkpoints.
         gate, up, down: an expert's projections in per-expert checkpoints.
         intermediate_size: key of the experts' intermediate size.
         renormalise: key that says whether the chosen experts' weights are divided by their sum;
@@ -46,11 +46,11 @@ class Architecture:
         mlp_bias: gate, up and down projections have a bias.
         qk_norm: RMSNorm over each query and key head, before RoPE.
         head_dim: head dimension when config.json names none; None means hidden size / heads.
-        window: the family knows `sliding_window`; the others ignore the key.
-        window_switch: config.json key that must be true for `sliding_window` to be in force;
-            None means that a `sliding_window` always is.
+        window: the family uses `sliding_window`; the others ignore the key.
+        window_switch: config.json key that must be true for `sliding_window` to apply; None means
+            that a `sliding_window` always applies.
         default_window: `sliding_window` when config.json names none.
-        partial_rotary: `partial_rotary_factor` is honoured; other families have none.
+        partial_rotary: the family supports `partial_rotary_factor`.
         fused_projections: checkpoints hold q, k and v, and gate and up, as one tensor each.
         moe: the family has a mixture of experts in place of the MLP.
     """
@@ -140,7 +140,7 @@ _ALIBI = "ALiBi position biases, which the paged attention does not add"
 _SOFTCAP = "capped attention scores and sliding-window layers"
 _CODEBOOKS = "several tokens per position; only text models run"
 
-#: Architectures that would run wrongly, and what stands in the way.
+#: Architectures that would run incorrectly, and why.
 REFUSED: dict[str, str] = {
     name: reason
     for reason, names in {
@@ -193,14 +193,14 @@ REFUSED: dict[str, str] = {
 
 
 class UnknownArchitectureError(ModelError):
-    """config.json names an architecture that is neither supported nor known to run wrongly."""
+    """config.json names an architecture that is neither supported nor in `REFUSED`."""
 
 
 def find_architecture(names: Sequence[str]) -> tuple[str, Architecture]:
     """Return the first of `names` that the decoder runs, with its options.
 
     Raises:
-        UnknownArchitectureError: none is known; the message lists those that run.
+        UnknownArchitectureError: none is known; the message lists the supported ones.
         ModelError: one of them is refused; the message says why.
     """
     for name in names:

@@ -21,7 +21,7 @@ from zipage.models.config_values import MALFORMED, flag, number, whole_number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
-# Beyond any model, and near enough that the tables stay finite in fp32.
+# Beyond any model's values, yet keeping the tables finite in fp32.
 _SMALLEST, _LARGEST = 1e-6, 1e12
 
 
@@ -32,7 +32,7 @@ class RopeParameters:
     Attributes:
         rope_type: one of `ROPE_TYPES`.
         theta: base of the frequencies.
-        factor: how many times longer the context is made (all types but ``default``).
+        factor: how many times the context is extended (all types but ``default``).
         original_max_positions: context length of the pretraining (``dynamic``, ``llama3``,
             ``yarn``, ``longrope``).
         low_freq_factor, high_freq_factor: bounds of the smoothed band (``llama3``).
@@ -40,8 +40,8 @@ class RopeParameters:
         truncate: round the ramp's bounds outward to whole dimensions (``yarn``).
         attention_factor: multiplies the cosines and sines (``yarn``, ``longrope``; 1 otherwise).
         partial_rotary_factor: rotated share of each head.
-        short_factors, long_factors: divisors of the frequencies, one for each rotated pair of
-            dimensions, within the original length and beyond it (``longrope``).
+        short_factors, long_factors: divisors of the frequencies within the original length and
+            beyond it, one for each rotated pair of dimensions (``longrope``).
     """
 
     rope_type: str = "default"
@@ -59,14 +59,14 @@ class RopeParameters:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated: the first ones."""
+        """How many dimensions of a head are rotated, from the first."""
         return int(head_dim * self.partial_rotary_factor)
 
     def stretched(self, max_positions: int) -> int:
         """The longest text of a model whose config.json names `max_positions`.
 
-        ``linear``, ``llama3`` and ``longrope`` models name the stretched length there, ``dynamic``
-        ones the original length, ``yarn`` ones either.
+        There, ``linear``, ``llama3`` and ``longrope`` models name the stretched length, ``dynamic``
+        models the original length, and ``yarn`` models either.
         """
         if self.rope_type in ("dynamic", "yarn"):
             return max(max_positions, int(self.factor * self.original_max_positions))
@@ -128,7 +128,7 @@ class _RopeParser:
         self.raw = raw
         self.scaling = {key: value for key, value in found.items() if value is not None}
         self.rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
-        # Early Phi-3 checkpoints call longrope so.
+        # Early Phi-3 checkpoints use this name for longrope.
         if self.rope_type == "su" or (self.rope_type == "yarn" and "short_factor" in self.scaling):
             self.rope_type = "longrope"
         longest = raw.get("max_position_embeddings")
@@ -256,18 +256,17 @@ def build_rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the cosine and sine tables of one model.
 
-    A row depends on its position alone, and with ``longrope`` on `max_positions`, so that a
-    token's key is the same in whatever chunk it is computed. Two types of RoPE change their
-    frequencies with the length of the text; for them that means:
+    A row depends only on its position, and with ``longrope`` on `max_positions`, so a token's key
+    is the same whatever chunk computes it. Two types of RoPE change their frequencies with the
+    length of the text; for them this means:
 
-    - ``dynamic``: position p is rotated by the frequencies of a text of p + 1 tokens. So texts
-      within the original length, and texts that grow beyond it token by token, are computed as
-      transformers does, whose cached keys keep the frequencies of their time. A prompt longer
-      than the original length is not: there transformers rotates all of it by the frequencies of
-      its whole length.
+    - ``dynamic``: position p is rotated by the frequencies of a text of p + 1 tokens. Texts within
+      the original length, and texts that grow beyond it token by token, are computed as in
+      transformers, whose cached keys keep the frequencies they were computed with. A prompt longer
+      than the original length differs: transformers rotates all of it by the frequencies of its
+      whole length.
     - ``longrope``: the short factors if `max_positions` is within the original length, else the
-      long ones for all positions, as in vLLM; transformers chooses anew by the length of each
-      text.
+      long ones for all positions, as in vLLM; transformers chooses by the length of each text.
 
     Args:
         rope: its parameters.
@@ -280,10 +279,10 @@ def build_rope_tables(
         by the attention factor.
 
     Raises:
-        ModelError: there is no memory for them.
+        ModelError: there is not enough memory for the tables.
     """
     rotated = rope.rotary_dim(head_dim)
-    # The angles, their cosines and sines, and one of those before it is multiplied.
+    # The angles, their cosines and sines, and a temporary of the last multiplication.
     size = 4 * 4 * max_positions * (rotated // 2)
     try:
         if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
@@ -292,7 +291,7 @@ def build_rope_tables(
     except (MemoryError, RuntimeError) as error:  # torch's allocator raises RuntimeError
         raise ModelError(
             f"RoPE tables of {max_positions} positions take {size / 2**30:.1f} GiB while they are "
-            f"made, which is not there: give a smaller max_model_len ({error})"
+            f"computed, which is not available: set a smaller max_model_len ({error})"
         ) from error
     return cos.to(device), sin.to(device)
 
@@ -328,7 +327,7 @@ def _dynamic_frequencies(
     """Frequencies ``[positions, R / 2]`` of texts that end with each position.
 
     The base grows with the length, so that the lowest frequency is interpolated by the ratio of
-    the lengths and the highest is kept.
+    the lengths and the highest stays the same.
     """
     original = rope.original_max_positions
     lengths = (positions + 1).clamp(min=original)

@@ -1,6 +1,6 @@
 """The sizes of well-known models, for benchmarks with random weights.
 
-Each entry says what the model's public config.json says. This module imports no torch.
+Each entry repeats the model's public config.json. This module does not import torch.
 """
 
 from __future__ import annotations

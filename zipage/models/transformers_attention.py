@@ -1,8 +1,8 @@
-"""Paged attention inside transformers' own modelling code, and the proof that it may stand there.
+"""Paged attention inside transformers' own modelling code, and the check that it is valid there.
 
 Transformers' models call a function of their attention interface with queries, keys and values
-that are normalised and rotated already. `register` puts two functions there: one hands the tensors
-to an attention backend, the other records how a model calls it.
+that are already normalised and rotated. `register` adds two functions: one passes the tensors to an
+attention backend, the other records how a model calls it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEUTRAL = frozenset(
     {"position_ids", "position_embeddings", "cache_position", "use_cache", "return_dict"}
 )
 
-#: What other arguments mean, for the message that refuses them.
+#: Meaning of other arguments, for the message that refuses them.
 _MEANING = {
     "softcap": "capped attention scores",
     "s_aux": "attention sinks",
@@ -39,13 +39,13 @@ _MEANING = {
     "is_causal": "attention to later tokens",
 }
 
-# Attributes given to modules and, in a probe, to their configurations.
+# Attributes set on modules and, in a probe, on their configurations.
 _BINDING, _PROBE_RECORD, _LENGTH = "zipage_binding", "zipage_probe", "zipage_max_len"
 
 
 @dataclass
 class StepContext:
-    """What the attention layers of one model need of the step that runs; empty between steps."""
+    """The running step, as far as a model's attention layers need it; empty between steps."""
 
     transform: QKVTransform
     backend: AttentionBackend | None = None
@@ -54,7 +54,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class _Binding:
-    """Which layer of which model an attention module is."""
+    """The model and layer that an attention module belongs to."""
 
     context: StepContext
     layer: int
@@ -64,7 +64,7 @@ class _Binding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """How the layers of a model attend: all alike, causally, to the whole text.
+    """How the layers of a model attend: all in the same way, causally, to the whole text.
 
     Attributes:
         num_layers: number of layers.
@@ -94,15 +94,15 @@ class Probe:
     modules: list[nn.Module] = field(default_factory=list)
 
     def shape(self) -> AttentionShape:
-        """What all calls have in common.
+        """The shape common to all calls.
 
         Raises:
-            ModelError: there were none, a module made several, or layers differ.
+            ModelError: there were no calls, a module made several, or layers differ.
         """
         if not self.modules:
             raise ModelError("its code does not call transformers' attention interface")
         if len({id(module) for module in self.modules}) < len(self.modules):
-            raise ModelError("a module attends more than once in a forward pass")
+            raise ModelError("a module calls attention more than once in a forward pass")
         kinds = sorted(set(self.shapes))
         if len(kinds) > 1:
             raise ModelError(
@@ -113,11 +113,11 @@ class Probe:
 
 
 def register() -> None:
-    """Add the functions to transformers' attention interface; again is harmless.
+    """Add the functions to transformers' attention interface; repeated calls are harmless.
 
     Raises:
-        ModelError: the installed transformers has no interface for masks, without which nobody
-            can tell which tokens a model attends to.
+        ModelError: the installed transformers has no interface for masks, which is needed to tell
+            which tokens a model attends to.
     """
     try:
         from transformers import AttentionInterface
@@ -130,7 +130,7 @@ def register() -> None:
     AttentionInterface.register(PAGED, _attend)
     AttentionInterface.register(LOCAL, _record)
     AttentionInterface.register(PROBE, _record)
-    # Where no mask is registered transformers builds none.
+    # If no mask function is registered, transformers builds no mask.
     AttentionMaskInterface.register(PROBE, _inspect_mask)
 
 
@@ -138,8 +138,8 @@ def register() -> None:
 def probing(model: nn.Module, max_len: int, masks: bool = False) -> Iterator[Probe]:
     """Record the attention calls of a model's forward passes.
 
-    Attention is replaced by something local: a token's result is its own value plus, of the same
-    size, its query and key, in which its position shows.
+    Attention is replaced by a local function: a token's result is its own value plus, at the same
+    magnitude, its query and key, which depend on its position.
 
     Args:
         model: a transformers model or a part of one.
@@ -167,7 +167,7 @@ def probing(model: nn.Module, max_len: int, masks: bool = False) -> Iterator[Pro
 
 
 def bind(probe: Probe, context: StepContext) -> None:
-    """Tell each attention module which layer of which model it is: the order of its call."""
+    """Give each attention module its model and its layer index, the order of its call."""
     for layer, (module, shape) in enumerate(zip(probe.modules, probe.shapes, strict=True)):
         module.__dict__[_BINDING] = _Binding(context, layer, shape[-1], probe.max_len)
 
@@ -216,11 +216,11 @@ def _record(
     if key.shape != value.shape or key.shape[0] != 1 or key.shape[2:] != (rows, dim):
         raise ModelError(
             f"its queries, keys and values have the shapes {list(query.shape)}, "
-            f"{list(key.shape)} and {list(value.shape)}: keys and values of one width and one "
-            f"per token are needed"
+            f"{list(key.shape)} and {list(value.shape)}: keys and values of equal width, one of "
+            f"each per token, are needed"
         )
     if heads % kv_heads:
-        raise ModelError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        raise ModelError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
     probe.modules.append(module)
     probe.shapes.append((heads, kv_heads, dim, dim**-0.5 if scaling is None else scaling))
     own_key, own_value = (
@@ -268,7 +268,7 @@ def _check_options(
 
 
 def _inspect_mask(*_: Any, mask_function: Any, config: Any, **__: Any) -> torch.Tensor | None:
-    """Mask interface: None for a mask that is causal over the whole text, else a stray tensor."""
+    """Mask interface: None for a mask that is causal over the whole text, else a dummy tensor."""
     length = getattr(config, _LENGTH)
     with unset_fake_temporarily():
         zero, keys = torch.tensor(0), torch.arange(length)
@@ -277,6 +277,6 @@ def _inspect_mask(*_: Any, mask_function: Any, config: Any, **__: Any) -> torch.
                 torch.equal(mask_function(zero, zero, zero + i, keys).expand(length), keys <= i)
                 for i in {0, length // 2, length - 1}
             )
-        except Exception:  # it looks into tensors of this pass, as no plain mask does
+        except Exception:  # it reads tensors of this pass, which a plain mask does not
             plain = False
     return None if plain else torch.zeros(1, 1, 1, 1)

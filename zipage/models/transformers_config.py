@@ -1,7 +1,7 @@
-"""What has to be known of a model that runs through transformers' own code, and whether it may.
+"""Configuration of a model that runs through transformers' own code, and whether it may.
 
-No weights are read: the model is built of fake tensors, which have shapes only, and a forward pass
-over them shows how each layer attends.
+No weights are read: the model is built from fake tensors, which have only shapes, and a forward
+pass over them shows how each layer attends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TESTED = (
     "OlmoeForCausalLM",
 )
 
-#: When a model runs, for the documentation.
+#: Conditions for a model to run, for the documentation.
 CONDITIONS = (
     "transformers >= 4.53 has a causal language model of that name, without code of its own",
     "every layer calls transformers' attention interface once, with one key and one value of equal "
@@ -75,7 +75,7 @@ _OTHER_LAYERS = (
 )
 
 _LAYER_TYPE_KEYS = ("layer_types", "layers_block_type", "block_types")
-# Whether a window or chunk is shorter than a text, the probe tells.
+# The probe finds out whether a window or chunk is shorter than a text.
 _LAYER_TYPES = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
 _RECURRENT_KEYS = (
     "ssm_state_size",
@@ -97,7 +97,7 @@ _SIZE_KEYS = (
 )
 _PROBE_TOKENS = 8
 
-#: Held while transformers builds a model: it changes torch's defaults for the whole process then.
+#: Held while transformers builds a model, as this changes torch's defaults for the whole process.
 BUILD_LOCK = threading.Lock()
 
 
@@ -108,8 +108,8 @@ class TransformersConfig:
     Attributes:
         architecture: its class in transformers.
         vocab_size, hidden_size: sizes.
-        intermediate_size: of its MLP, where config.json names one.
-        num_layers, num_heads, num_kv_heads, head_dim: of its attention, as it is called.
+        intermediate_size: intermediate size of its MLP, if config.json names one.
+        num_layers, num_heads, num_kv_heads, head_dim: sizes of its attention, from its calls.
         scale: factor of the attention scores.
         num_parameters: tied weights count once.
         tie_word_embeddings: the output head is the embedding matrix.
@@ -117,7 +117,7 @@ class TransformersConfig:
         dtype: dtype of the checkpoint.
         eos_token_ids: every token that ends a text.
         bos_token_id: token that begins a text, if any.
-        generation_defaults: sampling fields of generation_config.json, as they stand there.
+        generation_defaults: sampling fields of generation_config.json, unchanged.
         source: transformers' own configuration.
     """
 
@@ -147,7 +147,7 @@ class TransformersConfig:
 
 
 def load_transformers_config(path: Path, max_model_len: int | None = None) -> TransformersConfig:
-    """Read a model directory's configuration and prove that the model can be paged.
+    """Read a model directory's configuration and check that paged attention can run the model.
 
     Args:
         path: a Hugging Face model directory.
@@ -155,7 +155,7 @@ def load_transformers_config(path: Path, max_model_len: int | None = None) -> Tr
 
     Raises:
         ModelError: a file is missing or broken, the installed transformers does not know the
-            model, or its attention is not what a paged cache of keys and values can serve.
+            model, or a paged cache of keys and values cannot serve its attention.
     """
     raw = read_json(path / "config.json")
     generation_file = path / "generation_config.json"
@@ -195,12 +195,12 @@ def _source_config(path: Path, raw: Mapping[str, Any]) -> Any:
 
 
 def _check_numbers(source: Any, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError on numbers that would fill the memory or make every logit NaN."""
+    """Raise ModelError for numbers that would exhaust memory or make every logit NaN."""
     limits = dict.fromkeys(_EXPERTS_KEYS, MOST_EXPERTS)
     limits |= {"num_hidden_layers": MOST_LAYERS}
     limits |= dict.fromkeys(_SIZE_KEYS, LARGEST_SIZE)
     for key, largest in limits.items():
-        # Of the source, which knows a family's own names for them.
+        # From the source, which knows a family's own names for them.
         value = getattr(source, key, None)
         if value is not None:
             whole_number({key: value}, key, smallest=0, largest=largest)
@@ -208,13 +208,13 @@ def _check_numbers(source: Any, raw: Mapping[str, Any]) -> None:
         if key.endswith(("_eps", "_epsilon")) and raw[key] is not None:
             number(raw, key, 0.0, 1.0)
     for key in ("rope_scaling", "rope_parameters", "rope_theta"):
-        # What JSON calls NaN and Infinity; which parameters there are, the families differ in.
+        # JSON's spelling of values that are not finite; the parameters differ between families.
         if any(word in json.dumps(raw.get(key)) for word in ("NaN", "Infinity")):
             raise ModelError(f"{key} holds a number that is not finite: {raw[key]!r}")
 
 
 def _causal_class(source: Any, raw: Mapping[str, Any]) -> Any:
-    """The class of a causal language model, if by its configuration it may run."""
+    """The class of a causal language model, if its configuration allows it to run."""
     obstacle = _obstacle(source)
     if obstacle:
         raise ModelError(obstacle)
@@ -227,7 +227,7 @@ def _causal_class(source: Any, raw: Mapping[str, Any]) -> Any:
     model_class = CAUSAL_CLASSES[type(source)]
     if names and model_class.__name__ not in names:
         raise ModelError(
-            f"it is no causal language model; that of model_type {source.model_type!r} is "
+            f"it is not a causal language model; that of model_type {source.model_type!r} is "
             f"{model_class.__name__}"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
@@ -299,18 +299,18 @@ def _describe(
 
 
 def _probe_shapes(source: Any, longest: int) -> tuple[Any, Probe]:
-    """Run a few tokens through the model without weights; it and its attention calls."""
+    """Run a few tokens through the model without weights; returns it and its attention calls."""
     length = min(_PROBE_TOKENS, longest)
     try:
         with BUILD_LOCK, FakeTensorMode(), torch.no_grad():
             model = _AutoModel.from_config(
                 copy.deepcopy(source), attn_implementation=PAGED, trust_remote_code=False
             ).eval()
-            # Of the ways to compute a mixture of experts, the one that looks at no values.
+            # Of the ways to compute a mixture of experts, use the one that reads no values.
             if getattr(model.config, "_experts_implementation", None):
                 model.config._experts_implementation = "batched_mm"
             with probing(model, longest, masks=True) as probe:
-                # With a mask of ones transformers does not look for texts packed into one row.
+                # Given a mask of ones, transformers does not look for texts packed into one row.
                 logits = model(
                     input_ids=torch.zeros(1, length, dtype=torch.long),
                     position_ids=torch.arange(length)[None],

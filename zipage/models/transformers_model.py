@@ -22,13 +22,13 @@ from zipage.models.transformers_config import (
     TransformersConfig,
 )
 
-# Relative error of a row that is still rounding and not another token's influence.
+# Largest relative error of a row that is rounding and not another token's influence.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 _PROBE_ROWS = 8
 
 
 class _GivenHidden(nn.Module):
-    """Stands in for the layers when only the output head is to be computed."""
+    """Replaces the layers when only the output head is to be computed."""
 
     def __init__(self, output_type: type) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class TransformersModel(nn.Module):
         num_parameters, weight_bytes: tied weights count once.
 
     Raises:
-        ModelError: a forward pass shows that a token's result depends on other tokens by other
-            ways than attention, or that the model cannot be taken apart into layers and head.
+        ModelError: a forward pass shows that a token's result depends on other tokens other than
+            through attention, or that the model cannot be split into layers and head.
     """
 
     def __init__(self, config: TransformersConfig, model: Any) -> None:
@@ -119,7 +119,7 @@ class TransformersModel(nn.Module):
         return hidden
 
     def _take_apart(self, model: Any) -> None:
-        """Split the model into its layers and its head, and prove that they are what they seem."""
+        """Split the model into its layers and its head, and check that they reproduce it."""
         layers = model.get_decoder() if hasattr(model, "get_decoder") else model
         if layers is model:
             layers = model.base_model
@@ -144,7 +144,7 @@ class TransformersModel(nn.Module):
             nonlocal sample
             sample = output
 
-        # Registered modules, so that the head's copy of tied weights stays the layers' one.
+        # Registered as modules, so that tied weights of head and layers stay the same tensor.
         self._layers, self._head = layers, model
         hook = layers.register_forward_hook(keep_output)
         with probing(model, limit):
@@ -169,8 +169,8 @@ class TransformersModel(nn.Module):
         self._compare(
             again[-4:],
             hidden[kept],
-            "a token depends on other tokens, or on how long their texts are (as with longrope), "
-            "by other ways than attention",
+            "a token depends on other tokens, or on the length of their texts (as with longrope), "
+            "other than through attention",
         )
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
@@ -198,12 +198,12 @@ def load_transformers_model(
         path: its directory with safetensors files. Not needed for dummy weights.
         dtype: dtype to run in; None for the checkpoint's.
         device: where to run.
-        load_format: ``auto``, or ``dummy`` for the random weights a training would start from.
+        load_format: ``auto``, or ``dummy`` for random weights as initialised for training.
         seed: seed of dummy weights.
 
     Raises:
         ModelError: files are missing or broken, tensors are missing, surplus or misshapen, or the
-            model turns out to mix tokens by other ways than attention.
+            model turns out to mix tokens other than through attention.
     """
     dtype = dtype or config.dtype
     if load_format == "dummy":
@@ -220,7 +220,7 @@ def load_transformers_model(
         if path is None:
             raise ValueError("only dummy weights need no path")
         model = _from_files(config, path, dtype)
-    # The device alone: RoPE frequencies stay fp32 whatever the dtype.
+    # Only the device changes: RoPE frequencies stay fp32 whatever the dtype.
     return TransformersModel(config, model.to(device))
 
 

@@ -16,7 +16,7 @@ from zipage.models.moe import MixtureOfExperts
 
 
 def fill_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint's tensors into a decoder, one by one; into fp8 weights quantised.
+    """Copy a checkpoint's tensors into a decoder one by one, quantising them for fp8 weights.
 
     Raises:
         ModelError: tensors are missing, surplus, misshapen or unreadable; the message names them.
@@ -45,7 +45,7 @@ def fill_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a tensor that `index` cuts out, and where it is copied."""
+    """The part of a tensor that `index` selects, and where it is copied."""
 
     index: tuple[slice, ...]
     destination: torch.Tensor | Fp8Matrix
@@ -65,7 +65,7 @@ class _Rows:
 
     Attributes:
         total: its outputs.
-        start, length: this rank's.
+        start, length: the outputs of this rank.
         at: row of the fused weight where they begin.
     """
 
@@ -79,8 +79,8 @@ class _Planner:
     """Maps every tensor the checkpoint must hold to where it goes.
 
     Args:
-        decoder: what is filled.
-        names: the tensors the checkpoint holds, which tell how it spells the experts.
+        decoder: the decoder to fill.
+        names: names of the checkpoint's tensors, which show how it stores the experts.
     """
 
     def __init__(self, decoder: Decoder, names: Collection[str]) -> None:
@@ -186,7 +186,7 @@ class _Planner:
         weight: torch.Tensor | Fp8Matrix,
         bias: torch.Tensor | None,
     ) -> None:
-        """Projections that the decoder computes as one, and the checkpoint may store as one."""
+        """Projections that the decoder fuses into one, and the checkpoint may too."""
         for kind, tensor in (("weight", weight), ("bias", None if bias is None else bias.data)):
             if tensor is None:
                 continue
@@ -221,7 +221,7 @@ class _Planner:
         bias: torch.Tensor | None,
         has_bias: bool,
     ) -> None:
-        """A projection whose inputs are split over the ranks; the first rank alone has its bias."""
+        """A projection whose inputs are split over the ranks; only the first rank has its bias."""
         outputs, inputs = weight.shape
         part = _Part((slice(None), slice(start, start + inputs)), weight)
         self.targets[f"{name}.weight"] = _Target((outputs, total), (part,))
@@ -231,7 +231,7 @@ class _Planner:
 
 
 def _is_tolerated(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold a tensor the decoder has no use for."""
+    """Whether a checkpoint may hold a tensor that the decoder does not use."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
     return name.endswith(".rotary_emb.inv_freq")
