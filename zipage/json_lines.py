@@ -14,17 +14,17 @@ from zipage.errors import ConfigError
 def read_json_lines(
     option: str, path: str | os.PathLike[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with what an error should call its place.
+    """The objects of a JSONL file, each with its location for error messages.
 
-    Empty lines are left out. A line ends with a line feed, not with the other characters that
-    `str.splitlines` knows, which JSON allows in strings.
+    Empty lines are skipped. A line ends with a line feed only, not with the other characters that
+    `str.splitlines` splits at, which JSON allows in strings.
 
     Args:
         option: the option that names the file.
         path: the file, UTF-8.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no JSON object.
+        ConfigError: the file cannot be read, or a line is not a JSON object.
     """
     name = f"{option}={os.fspath(path)!r}"
     try:

@@ -1,4 +1,4 @@
-"""What form an answer must have: vLLM's names and meanings."""
+"""The required form of an answer: vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from zipage.errors import RequestError, shown
 
 MAX_GRAMMAR_CHARACTERS = 1 << 18
-"""Most characters of a schema, regex, grammar, or of all choices together."""
+"""Most characters of a schema, regex or grammar, or of all choices together."""
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -23,13 +23,13 @@ class StructuredOutputsParams:
         json: a JSON schema, as a mapping or as text.
         json_object: True for any JSON object.
         regex: a regular expression that the whole answer matches (Rust's syntax, no look-around).
-        choice: strings, one of which the answer is. Kept as a tuple.
+        choice: strings, one of which must be the answer. Stored as a tuple.
         grammar: a context-free grammar in Lark's or llama.cpp's GBNF notation.
-        disable_any_whitespace: JSON without optional white space. Otherwise its parts may be
-            separated by a space, or by a line end and indentation.
-        reasoning_end_token_ids: tokens that end the reasoning, such as that of ``</think>``: the
-            form applies to what follows their first occurrence in the answer. None, the default:
-            to all of it. Kept as a tuple.
+        disable_any_whitespace: JSON without optional whitespace. Otherwise its parts may be
+            separated by a space, or by a newline and indentation.
+        reasoning_end_token_ids: tokens that end the reasoning, such as ``</think>``: the form
+            applies to the text after the first of them. None, the default, applies it to the whole
+            answer. Stored as a tuple.
 
     Raises:
         RequestError: an option has an illegal value.
@@ -44,7 +44,7 @@ class StructuredOutputsParams:
     reasoning_end_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        """Checks every option and brings it to its plain type."""
+        """Checks every option and converts it to its plain type."""
         given = self._given()
         if len(given) != 1:
             raise RequestError(
@@ -75,7 +75,7 @@ class StructuredOutputsParams:
         """Makes parameters from a mapping, such as a decoded JSON object.
 
         Raises:
-            RequestError: a key is no option or a value is illegal.
+            RequestError: a key is not an option or a value is illegal.
         """
         names = [field.name for field in fields(cls)]
         for key in options:
@@ -89,7 +89,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which form was given."""
+        """Name of the form that was given."""
         return self._given()[0]
 
     @property
@@ -112,7 +112,7 @@ def _schema(value: object) -> str:
             return json.dumps(dict(value), allow_nan=False)
         if isinstance(value, str):
             schema = json.loads(value)
-            if isinstance(schema, bool):  # as objects, to which options can be added
+            if isinstance(schema, bool):  # written as objects, to which options can be added
                 return "{}" if schema else '{"not": {}}'
             if isinstance(schema, dict):
                 return value

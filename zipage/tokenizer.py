@@ -25,9 +25,9 @@ def load_tokenizer(
         revision: branch, tag or commit of the hub repository.
 
     Raises:
-        ModelError: it is missing, broken or empty.
+        ModelError: the tokenizer is missing, broken or empty.
     """
-    # Importing transformers takes seconds, and `zipage --help` needs none of it.
+    # Importing transformers takes seconds, and `zipage --help` does not need it.
     with IMPORT_LOCK:
         from transformers import AutoTokenizer
 
@@ -45,7 +45,7 @@ def load_tokenizer(
             tokenizer = GGUFFile(Path(name)).tokenizer()
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    except Exception as error:  # a broken file surfaces as whatever its parser raises
+    except Exception as error:  # a broken file raises whatever its parser raises
         raise ModelError(
             f"the tokenizer of model={name!r} cannot be loaded ({type(error).__name__}: "
             f"{str(error).strip()}); {_advice(name)}"
@@ -59,9 +59,9 @@ def load_tokenizer(
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True
 ) -> list[int]:
-    """Encodes a plain prompt, with the special tokens the tokenizer adds by itself, or without.
+    """Encodes a plain prompt, with or without the special tokens the tokenizer adds by itself.
 
-    A text that already starts with the beginning-of-sequence token gets no second one.
+    A text that already starts with the beginning-of-sequence token does not get a second one.
 
     Raises:
         RequestError: `text` is not a string, or not one that UTF-8 can encode.
@@ -84,7 +84,7 @@ def apply_chat(
 ) -> list[int]:
     """Renders a conversation through the model's chat template and encodes it.
 
-    The template writes every special token itself, so none is added. See `render_chat`.
+    The template writes all special tokens itself, so none are added. See `render_chat`.
     """
     text = render_chat(tokenizer, messages, add_generation_prompt, **chat_template_kwargs)
     return _encode(tokenizer, text, add_special_tokens=False)
@@ -102,9 +102,9 @@ def render_chat(
         tokenizer: the model's tokenizer.
         messages: the conversation, ``{"role": ..., "content": ...}`` each. A content may be a
             list of ``{"type": "text", "text": ...}`` parts, which are joined.
-        add_generation_prompt: end with what opens the assistant's turn.
+        add_generation_prompt: end with the opening of the assistant's turn.
         **chat_template_kwargs: passed to the template, such as ``enable_thinking=False``;
-            ``tools``, ``chat_template`` and ``continue_final_message`` mean what they mean in
+            ``tools``, ``chat_template`` and ``continue_final_message`` have the same meaning as in
             transformers.
 
     Raises:
@@ -131,7 +131,9 @@ def render_chat(
                 **chat_template_kwargs,
             ),
         )
-    except Exception as error:  # templates are programs of the model: they raise anything
+    except (
+        Exception
+    ) as error:  # templates are programs that come with the model: may raise anything
         raise RequestError(
             f"the chat template refused the messages ({type(error).__name__}: {error})"
         ) from error
@@ -180,7 +182,7 @@ def _conversation(messages: object) -> list[dict[str, Any]]:
             raise RequestError(f"{name} is {type(message).__name__}: messages must be {legal}")
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise RequestError(f"{name} has role {message.get('role')!r}: must be a string")
-        # Templates would print a missing content as nothing, or as "None".
+        # Templates would render missing content as nothing or as "None".
         if message.get("content") is None and not message.get("tool_calls"):
             raise RequestError(f"{name} has no content: only a message with tool_calls may not")
         conversation.append({**message, "content": _content(name, message.get("content"))})

@@ -1,1 +1,1 @@
-"""Speed: workloads, the roofline of the same work, and the offline benchmark."""
+"""Benchmarks: workloads, rooflines, offline and serving benchmarks, ablations."""

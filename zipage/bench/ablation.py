@@ -1,4 +1,4 @@
-"""Ablations: the same work with one thing changed at a time, a row for each.
+"""Ablations: the same work with one thing changed at a time, one row each.
 
 A plan is a list of `Cell`s. They run one after another in a worker process
 (`zipage.bench.ablation_worker`), which is replaced after a failure.
@@ -27,9 +27,9 @@ BASE, BASE_AGAIN = "base", "base, again"
 _AMPLE = "ample memory, full KV"
 _SHARED = "shared prefix, prefix cache on"
 
-#: Seconds a worker may take beyond a cell's limit to give its answer.
+#: Seconds a worker may take beyond a cell's limit to answer.
 _GRACE = 15.0
-#: A cell is not begun with less: loading the model alone takes some seconds.
+#: A cell is not started with less time left: loading the model alone takes some seconds.
 _LEAST_SECONDS = 8.0
 
 
@@ -40,7 +40,7 @@ class Cell:
     Attributes:
         group: one of `GROUPS`, or ``base``.
         label: what is changed.
-        options: engine options in place of the base's.
+        options: engine options that replace the base's.
         shared: requests share prefixes.
         against: label of the row that its ratio refers to.
     """
@@ -64,9 +64,9 @@ def plan_ablation(
     Args:
         config: the base.
         work: sizes the pool of the group ``ample``.
-        device_type: ``cpu`` or ``cuda``: what a default of ``None`` means.
+        device_type: ``cpu`` or ``cuda``; resolves options that are None.
         groups: which of `GROUPS`, in the order they run.
-        budgets: of the group ``budget``; None for a quarter, a half and twice the base's.
+        budgets: budgets of the group ``budget``; None for a quarter, a half and twice the base's.
 
     Raises:
         ConfigError: a group is unknown, a budget is illegal, or the base never compresses.
@@ -113,7 +113,7 @@ def _slots(config: EngineConfig) -> list[Cell]:
     if slots < config.max_num_seqs:
         everyone = {"num_query_slots": config.max_num_seqs}
         cells.append(Cell("slots", f"a slot for each of {config.max_num_seqs}", everyone))
-        # Without hybrid scheduling a request runs only while it holds a slot.
+        # Without hybrid scheduling a request runs only while it holds a query slot.
         constrained = {"num_query_slots": slots, "max_num_seqs": slots}
         cells.append(Cell("slots", f"hybrid scheduling off, {slots} run at most", constrained))
     other = "optimistic" if config.admission == "bounded" else "bounded"
@@ -121,7 +121,7 @@ def _slots(config: EngineConfig) -> list[Cell]:
 
 
 def _prefix(config: EngineConfig, work: Work) -> list[Cell]:
-    # Where memory is short, blocks that nobody owns do not stay in the cache for long.
+    # With little memory, blocks without an owner do not stay in the cache for long.
     pool = _ample_pool(config, replace(work, shared=True))
     return [
         Cell(
@@ -186,7 +186,7 @@ def _ample(config: EngineConfig, work: Work) -> list[Cell]:
 
 
 def _ample_pool(config: EngineConfig, work: Work) -> dict[str, Any]:
-    """Options of a pool that holds everything in full."""
+    """Options of a pool that holds all requests with full KV."""
     # An answer to a problem may be longer than the reference.
     each = [work.longest() if work.workload == PROBLEMS else n for n in work.lengths()]
     blocks = sum(-(-length // config.block_size) + 1 for length in each)
@@ -211,17 +211,17 @@ def run_ablation(
 ) -> Iterator[dict[str, Any]]:
     """Run cells in order and yield a row for each, see `ablation_worker.measure`.
 
-    A cell may take an equal share of the time that is left, the first one two shares: what the
-    fast ones leave is the later ones'. One that takes longer is cut, and counts with what it has
-    done. All cells get as many bytes of KV memory as the first, unless they say otherwise.
+    A cell may take an equal share of the time left, the first one two shares, so that later cells
+    gain the time that fast ones leave. A cell that takes longer is cut off, and counts with the
+    work it has done. All cells get as many bytes of KV memory as the first, unless they set it.
 
     Args:
         cells: the first is the base.
         options: engine options of the base.
         work: what is run.
-        file: gets a JSON object a line: the setting, then each row the moment it is known. Rows
-            that lie there are not run again.
-        seconds: for all cells together; None for no limit.
+        file: receives a JSON object per line: the setting, then each row as soon as it is known.
+            Rows already in it are not run again.
+        seconds: time limit for all cells together; None for no limit.
 
     Raises:
         ConfigError: `file` belongs to another setting, or can't be used.
@@ -240,7 +240,7 @@ def run_ablation(
                     pool = {"num_kv_blocks": None, "kv_cache_memory": kv_bytes}
                 share = None
                 if ends is not None:
-                    # The first one also imports everything, and all are compared with it.
+                    # The first one also imports everything, and all others are compared with it.
                     shares = len(cells) - i if i else max(1, len(cells) / 2)
                     share = (ends - time.monotonic()) / shares
                 task = ({**options, **pool, **cell.options}, replace(work, shared=cell.shared))
@@ -276,10 +276,10 @@ def _open_results(file: Path, setting: Mapping[str, Any]) -> dict[str, dict[str,
 def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The setting and the rows of a file that `run_ablation` wrote; of equal labels the last.
 
-    Lines that were cut off are left out.
+    Truncated lines are left out.
 
     Raises:
-        ConfigError: it is no such file.
+        ConfigError: `file` is not such a file.
         OSError: it can't be read.
     """
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -303,7 +303,7 @@ class _Worker:
         self._pipe: Connection | None = None
 
     def run(self, task: tuple[Any, ...], seconds: float | None) -> dict[str, Any]:
-        """The row of a task; a failed one if it can't be done."""
+        """The row of a task; a failed row if the task can't be done."""
         if seconds is not None and seconds < _LEAST_SECONDS:
             return {"status": "failed", "error": f"only {max(0.0, seconds):.0f} s were left"}
         if self._process is None or not self._process.is_alive():
@@ -326,7 +326,7 @@ class _Worker:
     def _start(self) -> None:
         from zipage.bench.ablation_worker import serve
 
-        # Not a fork: CUDA, and the threads of torch, do not live through one.
+        # Not a fork: CUDA and torch's threads do not survive one.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -334,7 +334,7 @@ class _Worker:
         theirs.close()
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -350,8 +350,8 @@ class _Worker:
 def with_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows with ``ratio``: their speed over that of the row they refer to, None if unknown.
 
-    The base's speed is the mean of its runs; their own ratios are to the first of them. A row that
-    was cut, or refers to one that was, is compared over the work that both have done.
+    The base's speed is the mean of its runs; their own ratios are to the first of them. If a row or
+    the row it refers to was cut off, they are compared over the work that both have done.
     """
     by_label = {row["cell"]["label"]: row for row in rows if row["status"] != "failed"}
     told = []
@@ -377,7 +377,7 @@ def _speed_ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 
 
 def _seconds_until(curve: Sequence[Sequence[float]], tokens: float) -> float:
-    """When so many tokens were generated, between the points of a curve (seconds, tokens)."""
+    """When this many tokens were generated, interpolated on a curve of (seconds, tokens)."""
     last_seconds, last_tokens = 0.0, 0.0
     for seconds, count in curve:
         if count >= tokens:

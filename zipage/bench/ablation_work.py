@@ -1,4 +1,4 @@
-"""What the cells of an ablation do: generated problems, or the requests of a workload."""
+"""The work of an ablation's cells: generated problems, or the requests of a workload."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zipage.evals.problems import Problem, count_tokens, generate_problems
 #: The workload of generated problems, whose answers are scored.
 PROBLEMS = "problems"
 
-#: Random prompts get a common prefix of so many tokens where prefixes are to be shared.
+#: Random prompts get a common prefix of this many tokens if prefixes are to be shared.
 SHARED_PREFIX = 1024
-#: A quarter of the generated problems gets so many answers each instead, as for pass@k.
+#: If prefixes are to be shared, a quarter of the problems get this many answers each, as in pass@k.
 _SAMPLES = 4
 #: Shortest and longest reference chain of thought of the problems, in tokens.
 _CHAINS = (800, 1400)
@@ -23,12 +23,12 @@ _TEMPLATE_TOKENS, _CLOSING_TOKENS = 10, 16
 
 @dataclass(frozen=True)
 class Work:
-    """What every cell has to do, as far as it is not changed by the cell.
+    """The work of every cell, unless the cell changes it.
 
     Attributes:
         workload: a preset's name, or ``problems``.
-        num_requests, output_len, scale: see `make_workload`; `problems` takes the first alone.
-        seed: of the generated problems.
+        num_requests, output_len, scale: see `make_workload`; ``problems`` uses only the first.
+        seed: seed of the generated problems.
         shared: requests share prefixes.
     """
 
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def samples(self) -> int:
-        """Answers to every problem, whose prompt they share."""
+        """Number of answers to each problem, which share its prompt."""
         return _SAMPLES if self.shared and self.workload == PROBLEMS else 1
 
     def requests(self, vocab_size: int) -> list[BenchRequest]:
@@ -72,12 +72,12 @@ class Work:
         )
         if not self.shared:
             return requests
-        # Ids of no other preset's order, below any vocabulary.
+        # An order of ids that no preset has, below any vocabulary size.
         prefix = [(7 * i + 3) % min(vocab_size, 251) for i in range(SHARED_PREFIX)]
         return [replace(r, prompt_token_ids=[*prefix, *r.prompt_token_ids]) for r in requests]
 
     def lengths(self) -> list[int]:
-        """Tokens of prompt and answer of every request; of problems, as the references have."""
+        """Tokens of prompt and answer of every request; for problems, of the reference answer."""
         if self.workload != PROBLEMS:
             return [len(r.prompt_token_ids) + r.output_len for r in self.requests(32000)]
         around = _TEMPLATE_TOKENS + _CLOSING_TOKENS
@@ -85,12 +85,12 @@ class Work:
         return [count_tokens(p.prompt) + p.cot_tokens + around for p in problems]
 
     def longest(self) -> int:
-        """Most tokens that a request can come to."""
+        """Most tokens that a request can have."""
         if self.workload != PROBLEMS:
             return max(self.lengths())
         prompt = max(count_tokens(p.prompt) for p in self.problems()) + _TEMPLATE_TOKENS
         return prompt + self.reply_limit()
 
     def reply_limit(self) -> int:
-        """Most tokens of a reply to a problem: a longer one has lost its way."""
+        """Most tokens of a reply to a problem: a longer reply has gone astray."""
         return _CHAINS[1] * 5 // 4

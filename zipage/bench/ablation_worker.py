@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 #: Points of a curve of generated tokens over time.
 _CURVE_POINTS = 200
-#: A worker that holds more CUDA memory than this when its engine is gone is not used again.
+#: A worker that still holds more CUDA memory than this after its engine is gone is not reused.
 _MOST_LEFT = 1 << 30
 
 
 def serve(pipe: Connection) -> None:
-    """Measure what comes in until the other end is closed, a measurement failed or memory leaks.
+    """Run measurements until the other end is closed, a measurement fails or memory leaks.
 
     Args:
         pipe: receives (engine options, `Work`, seconds or None), sends rows.
     """
-    # Ctrl-C is the parent's: it ends this process.
+    # The parent handles Ctrl-C and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     usable = True
@@ -53,7 +53,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed can't end this process, which may own a GPU."""
+    """End with the parent: if killed, it can't end this process, which may hold a GPU."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -64,9 +64,9 @@ def measure(options: Mapping[str, Any], work: Work, seconds: float | None) -> di
     """Run the work on a new engine.
 
     Args:
-        options: of the engine.
+        options: engine options.
         work: what it does; all requests are submitted at once.
-        seconds: after which it is cut, start-up included; None for never.
+        seconds: time limit, start-up included, after which it is cut off; None for no limit.
 
     Returns:
         ``status`` (``ok`` or ``cut``), times and counters of what was done, ``curve`` of
@@ -139,7 +139,7 @@ class _OutOfTime(Exception):
 
 
 class _Watch:
-    """Follows a run step by step, and ends it when its time is up."""
+    """Watches a run step by step, and ends it when its time is up."""
 
     def __init__(self, before: EngineStats, deadline: float | None) -> None:
         self.stats = before
@@ -157,7 +157,7 @@ class _Watch:
             raise _OutOfTime
 
     def thinned(self) -> list[tuple[float, int]]:
-        """At most `_CURVE_POINTS` points of the curve, the last one among them."""
+        """At most `_CURVE_POINTS` points of the curve, including the last."""
         every = -(-len(self.curve) // _CURVE_POINTS) or 1
         points = self.curve[::-1][::every][::-1]
         return [(round(seconds, 4), tokens) for seconds, tokens in points]
@@ -187,7 +187,7 @@ def _numbers(before: EngineStats, after: EngineStats, wall: float) -> dict[str, 
 
 
 def _memory_left() -> int:
-    """CUDA memory that this process still reserves once everything unused is given back."""
+    """CUDA memory that this process still reserves after releasing everything unused."""
     import torch
 
     gc.collect()

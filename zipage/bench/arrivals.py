@@ -1,4 +1,4 @@
-"""Requests for a server and when they are sent: arrival processes, traces, files of prompts."""
+"""Requests to a server and their send times: arrival processes, traces, files of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zipage.config import is_real
 from zipage.errors import ConfigError
 from zipage.json_lines import read_json_lines
 
-#: Text for endpoints that take no token ids; a word is about a token.
+#: Words for endpoints that do not take token ids; each is about one token.
 _WORDS = ("time", "year", "people", "way", "day", "world", "life", "hand", "part", "eye", "work")
 
 ArrivalProcess = Literal["poisson", "constant", "gamma"]
@@ -27,8 +27,8 @@ class ServingRequest:
     Attributes:
         prompt: token ids, text, or chat messages.
         output_len: ``max_tokens``; None to leave the end to the model.
-        arrival: seconds after the start at which it is sent; None to send it as soon as one of
-            the requests before it has ended.
+        arrival: seconds after the start at which it is sent; None to send it as soon as an earlier
+            request has ended.
     """
 
     prompt: list[int] | str | list[dict[str, Any]]
@@ -56,11 +56,11 @@ def read_trace(
     Prompts are random token ids of the lengths given. Times count from the first request.
 
     Args:
-        path: the trace; other fields of its records are left aside.
+        path: the trace; other fields of its records are ignored.
         vocab_size: ids are below it.
-        num_requests: only so many, the first ones.
-        scale: at most 1: factor of all lengths.
-        seed: of the ids.
+        num_requests: use only this many first records.
+        scale: factor for all lengths, at most 1.
+        seed: seed of the ids.
 
     Raises:
         ConfigError: the file can't be read, or a record is malformed or out of order.
@@ -95,7 +95,7 @@ def read_trace(
 def read_prompts(
     path: Path, num_requests: int | None = None, output_len: int | None = None
 ) -> list[ServingRequest]:
-    """Requests of a JSONL file, all at once; fewer than `num_requests` are used again in turn.
+    """Requests of a JSONL file, all at once; if fewer than `num_requests`, they are repeated.
 
     A record has one of ``prompt`` (text), ``prompt_token_ids`` and ``messages``, and may have
     ``max_tokens``.
@@ -126,9 +126,9 @@ def arrival_times(
         process: ``poisson`` (exponential gaps), ``constant`` (equal ones) or ``gamma``.
         rate: requests per second, on average; infinite for all at once.
         count: how many.
-        burstiness: shape of the gamma distribution: 1 is Poisson, less comes in bursts, more is
-            more regular. The gaps' coefficient of variation is 1 / sqrt(burstiness).
-        seed: of the gaps.
+        burstiness: shape of the gamma distribution: 1 is Poisson, less is burstier, more is more
+            regular. The gaps' coefficient of variation is 1 / sqrt(burstiness).
+        seed: seed of the gaps.
 
     Raises:
         ConfigError: an argument is illegal.
@@ -158,7 +158,7 @@ def at(requests: Sequence[ServingRequest], times: Sequence[float | None]) -> lis
 
 
 def as_messages(request: ServingRequest, seed: int) -> ServingRequest:
-    """The same request for a chat endpoint; words of about as many tokens in place of ids."""
+    """The same request for a chat endpoint; words of about as many tokens replace ids."""
     prompt = request.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         draw = random.Random(f"{seed} {len(prompt)} {prompt[:8]}")

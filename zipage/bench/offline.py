@@ -30,7 +30,7 @@ _MEMORY_INTERVAL = 0.1
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds from one step's end to the next one's."""
+    """Milliseconds from the end of one step to the end of the next."""
 
     mean: float
     p50: float
@@ -44,13 +44,13 @@ class RunResult:
     Attributes:
         mode: ``zipage`` or ``full`` (full KV in the same pool).
         wall_seconds: from the first submission to the last token.
-        prefill_tokens: prompt tokens computed, and recomputed ones after a preemption.
+        prefill_tokens: prompt tokens computed, and tokens recomputed after a preemption.
         tokens_per_second: generated tokens over `wall_seconds`.
         mean_running: requests computed per step, on average.
-        compression_share: time spent in compressions over `wall_seconds`; beside decoding, not
-            added to it, when they are asynchronous.
+        compression_share: time spent in compressions over `wall_seconds`; asynchronous ones
+            overlap with decoding.
         pool_blocks, pool_blocks_mean, pool_blocks_peak: size of the pool and blocks in use.
-        peak_memory_bytes: most resident host memory of the process, or most CUDA memory
+        peak_memory_bytes: peak resident host memory of the process, or peak CUDA memory
             allocated, during the run.
         roofline: the bytes of the same work and the measured bandwidth.
     """
@@ -76,7 +76,7 @@ class RunResult:
 
     @property
     def roofline_share(self) -> float:
-        """The least possible time over the time it took."""
+        """The roofline's time over the time the run took."""
         return self.roofline.seconds / self.wall_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def run_offline(
     compare_full: bool = False,
     watch: Watcher | None = None,
 ) -> list[RunResult]:
-    """Run a workload; with `compare_full` each time with compression and then without it.
+    """Run a workload; with `compare_full`, each run with compression is followed by one without.
 
-    All runs share one engine and one pool. Prefix-cache blocks of a run can't be found by the
-    next one. A short request runs before them, so that none pays for first-time costs.
+    All runs share one engine and one pool. The prefix cache is not shared between runs. A short
+    request runs first, so that no run pays one-time costs.
 
     Args:
         llm: the engine, with nothing else to do.
@@ -110,7 +110,7 @@ def run_offline(
         watch: called after every step.
 
     Raises:
-        ConfigError: there is nothing to compare.
+        ConfigError: `repeats` is illegal, or there is nothing to compare.
         RequestError: a request can't be run by this engine.
         ZipageError: a request failed.
     """
@@ -133,7 +133,7 @@ def run_offline(
 
 
 def median_result(results: Sequence[RunResult], mode: str) -> RunResult | None:
-    """The run of median speed among those of a mode; of two, the slower one."""
+    """The run with the median speed of a mode; of two, the slower one."""
     ordered = sorted((r for r in results if r.mode == mode), key=lambda r: r.tokens_per_second)
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
@@ -149,7 +149,7 @@ def speed_ratio(results: Sequence[RunResult]) -> float | None:
 
 
 def describe_setting(llm: LLM) -> dict[str, Any]:
-    """What a number must be read with: the machine, the versions and what the engine chose."""
+    """The context of a number: the machine, the versions and the engine's choices."""
     runner = llm.engine.core.runner
     weights = ", fp8 weights" if runner.config.quantization == "fp8" else ""
     return {
@@ -161,7 +161,7 @@ def describe_setting(llm: LLM) -> dict[str, Any]:
 
 
 class _Run:
-    """Submits a workload, steps the engine to its end and takes the measurements."""
+    """Submits a workload, steps the engine until it ends, and takes the measurements."""
 
     def __init__(
         self, llm: LLM, mode: str, cache_salt: str, bandwidth: float, watch: Watcher | None
@@ -222,7 +222,7 @@ class _Run:
             now = time.perf_counter()
             stats = self.core.stats()
             if stats.steps != steps:
-                # A call that only waited for a compression is part of the next step.
+                # A call that only waited for a compression counts as part of the next step.
                 self.step_seconds.append(now - last)
                 steps, last = stats.steps, now
                 self._observe(stats, now)
@@ -231,7 +231,7 @@ class _Run:
 
     def _observe(self, stats: EngineStats, now: float) -> None:
         self.peak_blocks = max(self.peak_blocks, stats.blocks_owned)
-        # Requests that ended in this step are missing: one step in their whole length.
+        # Requests that ended in this step are missed: one step of each request.
         self.kv_tokens_read += sum(
             request.length
             for request in self.core.scheduler.running
@@ -286,7 +286,7 @@ def _step_times(seconds: Sequence[float]) -> StepTimes:
 
 
 def warm_up(llm: LLM) -> None:
-    """Load the tokenizer, if any, which decodes outputs, and run every kind of step once."""
+    """Load the tokenizer, if any, and run every kind of step once."""
     params = SamplingParams(
         temperature=0.0,
         ignore_eos=True,
@@ -298,7 +298,7 @@ def warm_up(llm: LLM) -> None:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of the process; its maximum so far where the present value isn't known."""
+    """Resident memory of the process; its peak so far if the current value isn't available."""
     try:
         with open("/proc/self/statm") as fields:
             return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""One streaming request to an OpenAI-compatible server, and when its tokens came."""
+"""One streaming request to an OpenAI-compatible server, and when its tokens arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-#: How much of an error's text is kept.
+#: Most characters kept of an error's text.
 _MOST_DETAIL = 300
 
 
@@ -27,12 +27,12 @@ class Endpoint:
     """Where and how requests are sent.
 
     Attributes:
-        url: of the server, without ``/v1``.
+        url: URL of the server, without ``/v1``.
         path: ``/v1/completions`` or ``/v1/chat/completions``.
-        model: its name.
-        body: fields of every request's body beside prompt, length and streaming.
-        headers: of every request.
-        timeout: seconds from when a request is sent to its end.
+        model: name of the model.
+        body: fields of every request's body besides prompt, length and streaming.
+        headers: headers of every request.
+        timeout: most seconds from sending a request to its end.
     """
 
     url: str
@@ -43,7 +43,7 @@ class Endpoint:
     timeout: float = 600.0
 
     def encode(self, request: ServingRequest) -> bytes:
-        """What is posted."""
+        """The body to post."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages" if self.path == CHAT else "prompt": request.prompt,
@@ -57,17 +57,17 @@ class Endpoint:
 
 @dataclass
 class Exchange:
-    """What became of a request. Times are seconds on `time.perf_counter`'s clock.
+    """The course of a request. Times are seconds on `time.perf_counter`'s clock.
 
     Attributes:
-        request: what was asked.
-        intended: when it was to be sent. Latencies count from here.
+        request: the request.
+        intended: when it was scheduled to be sent. Latencies count from here.
         sent: when it was sent.
-        ended: when the last byte, or the failure, came.
-        chunk_times: when each chunk with new text came.
-        chunk_tokens: tokens generated up to each chunk, where the server says so.
-        prompt_tokens, output_tokens: as the server's usage says; None if it does not.
-        failure: None if the answer is complete, else what kind of failure it was.
+        ended: when the last byte, or the failure, arrived.
+        chunk_times: when each chunk with new text arrived.
+        chunk_tokens: tokens generated up to each chunk, if the server reports them.
+        prompt_tokens, output_tokens: from the server's usage; None if it reports none.
+        failure: None if the answer is complete, else the kind of failure.
         detail: more about the failure.
     """
 
@@ -84,7 +84,7 @@ class Exchange:
 
     @property
     def tokens(self) -> int:
-        """Tokens generated; without a usage the chunks, each of which has at least one."""
+        """Tokens generated; without usage the number of chunks, each of at least one token."""
         return len(self.chunk_times) if self.output_tokens is None else self.output_tokens
 
     @property
@@ -103,10 +103,10 @@ class Exchange:
         return (self.e2el - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
 
     def inter_token_latencies(self) -> list[tuple[float, float]]:
-        """Time per token, and how many tokens it holds for, for each chunk after the first.
+        """Time per token and the number of tokens, for each chunk after the first.
 
-        A chunk's tokens share the time since the chunk before it. Where the server does not say
-        how many they are, every chunk has the same share of the answer's tokens.
+        A chunk's tokens share the time since the previous chunk. If the server does not report
+        how many there are, every chunk gets an equal share of the answer's tokens.
         """
         chunks = len(self.chunk_times)
         even = max(1.0, self.tokens / chunks) if chunks else 1.0
@@ -120,7 +120,7 @@ class Exchange:
 
 
 class _Failed(Exception):
-    """The answer is not what it should be: its kind, and more."""
+    """The answer is not as expected; has the kind of failure and details."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
@@ -130,8 +130,8 @@ class _Failed(Exception):
 class Connections:
     """HTTP clients of one connection each, reused in turn. Closed on leaving ``async with``.
 
-    One httpx client for all requests looks through all its connections whenever one of them is
-    taken or given back: with hundreds of streams it is that which would be measured.
+    A single httpx client searches all its connections whenever one is taken or returned: with
+    hundreds of streams, that search would be measured.
 
     Raises:
         ConfigError: httpx is missing.
@@ -150,7 +150,7 @@ class Connections:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[httpx.AsyncClient]:
-        """A client that nobody else uses."""
+        """A client for exclusive use."""
         client = self._free.pop() if self._free else self._new()
         try:
             yield client
@@ -160,7 +160,7 @@ class Connections:
     def _new(self) -> httpx.AsyncClient:
         import httpx
 
-        # Proxies of the environment would be measured too.
+        # Proxies set in the environment would be measured too.
         client = httpx.AsyncClient(timeout=None, trust_env=False, verify=self._certificates)
         self._all.append(client)
         return client
@@ -177,7 +177,7 @@ async def first_model(connections: Connections, url: str, headers: Mapping[str, 
     """Name of the first model that a server lists.
 
     Raises:
-        ConfigError: the server can't be asked.
+        ConfigError: the server doesn't answer with a list of models.
     """
     import httpx
 
@@ -201,14 +201,14 @@ async def send(
     content: bytes,
     intended: float,
 ) -> Exchange:
-    """Send a request and read its answer to the end; failures are part of what is returned.
+    """Send a request and read its answer to the end; failures are part of the result.
 
     Args:
-        connections: to the server.
-        endpoint: where to.
-        request: what is asked.
-        content: the request as `Endpoint.encode` made it, before its time had come.
-        intended: when it was to be sent, on `time.perf_counter`'s clock.
+        connections: connections to the server.
+        endpoint: where to send it.
+        request: the request.
+        content: the request as encoded in advance by `Endpoint.encode`.
+        intended: when it is scheduled to be sent, on `time.perf_counter`'s clock.
     """
     import httpx
 
@@ -252,7 +252,7 @@ async def _exchange(
             raise _Failed("not a stream", f"content type {kind or 'missing'}")
         reader = _StreamReader(exchange)
         try:
-            # To the very end, so that the connection can be used again.
+            # To the very end, so that the connection can be reused.
             async for piece in answer.aiter_bytes():
                 reader.feed(piece, time.perf_counter())
         except httpx.RequestError:
@@ -262,7 +262,7 @@ async def _exchange(
 
 
 class _StreamReader:
-    """Reads server-sent events as bytes come, in whatever pieces."""
+    """Parses server-sent events from bytes that arrive in arbitrary pieces."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.done = False
@@ -272,7 +272,7 @@ class _StreamReader:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Take bytes that came `now`."""
+        """Take bytes that arrived at `now`."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -283,7 +283,7 @@ class _StreamReader:
                 self._take(event, now)
 
     def finish(self) -> None:
-        """The stream is over."""
+        """The stream has ended."""
         if not self.done and not self._ended:
             raise _Failed("disconnected", "the stream ended before the answer")
         if not self._exchange.chunk_times:

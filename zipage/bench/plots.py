@@ -1,4 +1,4 @@
-"""Pictures of benchmark results, with matplotlib (the extra ``plots``)."""
+"""Plots of benchmark results, with matplotlib (the extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _BLUE, _GREY, _ORANGE = "#2f6f9f", "#9a9a9a", "#d9822b"
 
 
 def check_plotting(path: Path) -> None:
-    """Check, before anything is measured, that a picture can be drawn and has a known format.
+    """Check, before anything is measured, that a plot can be drawn and has a known format.
 
     Raises:
-        ConfigError: matplotlib is missing, or the ending of the name is not one it can write.
+        ConfigError: matplotlib is missing, or it cannot write files with this suffix.
     """
     formats = _new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise ConfigError(
-            f"plot={str(path)!r}: the name's ending says the format, such as .svg or .png"
+            f"plot={str(path)!r}: the name's ending sets the format, such as .svg or .png"
         )
 
 
 def plot_ablation(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw every row's speed as a ratio to its base, and speed by budget where that was varied.
+    """Draw every row's speed as a ratio to its base, and speed by budget if that was varied.
 
     Args:
-        rows: of `run_ablation` or `read_results`.
-        path: the picture; its ending says the format.
+        rows: rows from `run_ablation` or `read_results`.
+        path: the file; its suffix sets the format.
         title: what was run, on what.
 
     Raises:
@@ -76,7 +76,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _budget_points(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Budget and row, by budget, full KV last; empty where the budget was not varied."""
+    """Budgets and rows, by budget, full KV last; empty if the budget was not varied."""
     varied = [r for r in rows if r["cell"]["group"] == "budget" and r["status"] == "ok"]
     base = next((r for r in rows if r["cell"]["label"] == BASE and r["status"] == "ok"), None)
     if not varied or base is None:
@@ -102,11 +102,11 @@ def _draw_budgets(axes: Axes, points: Sequence[tuple[str, Mapping[str, Any]]]) -
 
 
 def plot_serving(report: Mapping[str, Any], path: Path) -> None:
-    """Draw how latencies are distributed, and how the run went over time.
+    """Draw the distribution of latencies, and the run over time.
 
     Args:
         report: what `zipage bench serve --json` writes.
-        path: the picture; its ending says the format.
+        path: the file; its suffix sets the format.
 
     Raises:
         ConfigError: matplotlib is missing, nothing was completed, or `path` can't be written.
@@ -162,14 +162,14 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture; the same figure gives the same file.
+    """Write a figure; the same figure gives the same file.
 
     Raises:
         ConfigError: it can't be written.
     """
     import matplotlib
 
-    # Without these an SVG has a date and random ids in it.
+    # Without these an SVG contains a date and random ids.
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     try:
         with matplotlib.rc_context({"svg.hashsalt": "zipage"}):

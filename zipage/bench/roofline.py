@@ -1,4 +1,4 @@
-"""The least time that memory bandwidth allows for a run, and the bandwidth itself, measured."""
+"""The least time that memory bandwidth allows for a run, and the measured bandwidth."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from zipage.models.decoder import Decoder
     from zipage.models.transformers_model import TransformersModel
 
-#: Beyond any cache, so that it is memory that is measured.
+#: Larger than any cache, so that memory is measured.
 _COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 _COPIES = 7
 
 
 def measure_copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written together, of copying a large tensor on a device.
+    """Bytes per second, reads plus writes, of copying a large tensor on a device.
 
-    The median of some copies, with torch's current number of threads.
+    The median of several copies, with torch's current number of threads.
     """
     size = _COPY_BYTES[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -40,9 +40,9 @@ def measure_copy_bandwidth(device: torch.device) -> float:
 def weight_bytes_per_step(model: Decoder | TransformersModel) -> int:
     """Bytes of the weights that a forward pass reads.
 
-    All but the embedding table, of which it reads a row per token, unless that is the output
-    head as well. All experts of a mixture count, as the tokens of a large batch choose them all;
-    the few of a small batch read less.
+    All weights except the embedding table, of which it reads only a row per token, unless the table
+    is also the output head. All experts of a mixture count, as the tokens of a large batch use them
+    all; a small batch reads less.
     """
     unread = 0 if model.config.tie_word_embeddings else _bytes(model.embed_weight)
     return model.weight_bytes - unread
@@ -50,14 +50,14 @@ def weight_bytes_per_step(model: Decoder | TransformersModel) -> int:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Memory traffic that a run can't do without, in bytes, and the bandwidth.
+    """The minimum memory traffic of a run, in bytes, and the bandwidth.
 
     Attributes:
         weight_bytes: the weights, once per step.
         kv_read_bytes: keys and values of all tokens attended to, once per step and request.
-        kv_moved_bytes: tokens moved by compressions, read and written: one for each evicted
-            token, whose place it takes, at most.
-        bandwidth: of a copy on the same device, bytes per second.
+        kv_moved_bytes: tokens moved by compressions, read and written: at most one for each
+            evicted token, whose place it takes.
+        bandwidth: bandwidth of a copy on the same device, bytes per second.
     """
 
     weight_bytes: int

@@ -1,4 +1,4 @@
-"""The serving benchmark: requests sent on schedule, and what their answers' times amount to."""
+"""The serving benchmark: requests sent on schedule, and statistics of their answers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 PERCENTILES = (50, 90, 95, 99)
 
-#: The first requests of a run would be late if it began at once.
+#: Delay before the schedule's start: without it the first requests would be late.
 _LEAD_SECONDS = 0.05
-#: How often it is checked whether the client's own event loop is held up, in seconds.
+#: Seconds between checks whether the client's own event loop is held up.
 _TICK = 0.02
 
 
 @dataclass(frozen=True)
 class ServingRun:
-    """What a run has measured.
+    """The measurements of a run.
 
     Attributes:
         exchanges: all requests, in the order given.
         started: the zero of their schedule, on `time.perf_counter`'s clock.
-        loop_delays: how much later than asked for the client's event loop woke up, in seconds:
-            no time that it measured is better than that.
+        loop_delays: how much later than requested the client's event loop woke up, in seconds:
+            the client's times are no more accurate than that.
     """
 
     exchanges: Sequence[Exchange]
@@ -51,16 +51,15 @@ async def run_serving(
 ) -> ServingRun:
     """Send requests and read their answers.
 
-    Each is sent when its schedule says so, whatever became of those before it, and its latency
-    counts from then, even if this program was late: a slow server can't hide by slowing the
-    client down. With `concurrency` there is no schedule: a request is to be sent when one before
-    it has ended.
+    Each is sent at its scheduled time, whatever the state of earlier ones, and its latency counts
+    from then, even if this program was late: a slow server can't hide by slowing the client down.
+    With `concurrency` there is no schedule: a request is sent when an earlier one has ended.
 
     Args:
-        endpoint: where to.
-        requests: in order of arrival.
-        concurrency: how many are in flight at once, in place of their schedule.
-        warm_up: are sent before, all at once, and not counted.
+        endpoint: where to send them.
+        requests: requests in order of arrival.
+        concurrency: how many are in flight at once, instead of a schedule.
+        warm_up: requests sent first, all at once, and not counted.
         on_end: called with the number of requests that have ended, at each end.
 
     Raises:
@@ -78,7 +77,7 @@ async def run_serving(
                     f"a warm-up request failed: {exchange.failure}: {exchange.detail}{advice}"
                 )
         contents = [endpoint.encode(request) for request in requests]
-        # A collection of what was imported so far would stop the clock of all streams.
+        # A garbage collection of everything imported so far would stall all streams.
         gc.collect()
         gc.freeze()
         started = time.perf_counter() + _LEAD_SECONDS
@@ -130,7 +129,7 @@ async def _in_turn(count: int, concurrency: int, started: float, send_one: Any) 
 
 
 class _Tasks:
-    """Tasks that are waited for at the end, or cancelled if there is an error."""
+    """Tasks that are awaited at the end, or cancelled on an error."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,14 +156,14 @@ async def _measure_delays(delays: list[float]) -> None:
         delays.append(max(0.0, time.perf_counter() - before - _TICK))
 
 
-# ---------------------------------------------------------------------- what it amounts to
+# ---------------------------------------------------------------------- statistics
 
 
 def parse_objectives(texts: Iterable[str]) -> dict[str, float]:
-    """Read objectives such as ``ttft:500``, in milliseconds; several may stand in one text.
+    """Parse objectives such as ``ttft:500``, in milliseconds; a text may hold several.
 
     Raises:
-        ConfigError: one is not of that form.
+        ConfigError: an objective is not of that form.
     """
     objectives = {}
     for part in " ".join(texts).replace(",", " ").split():
@@ -193,11 +192,11 @@ def meets(exchange: Exchange, objectives: Mapping[str, float]) -> bool:
 
 
 def summarize(run: ServingRun, objectives: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Throughput, latencies (milliseconds), failures by kind, and how exact the client was.
+    """Throughput, latencies (milliseconds), failures by kind, and the client's accuracy.
 
     Args:
-        run: of `run_serving`.
-        objectives: of `parse_objectives`; with any there is a goodput, the requests per second
+        run: result of `run_serving`.
+        objectives: from `parse_objectives`; if there are any, goodput is the requests per second
             that meet them all.
     """
     good = [e for e in run.exchanges if e.failure is None]
@@ -241,7 +240,7 @@ def summarize(run: ServingRun, objectives: Mapping[str, float] | None = None) ->
 
 
 def records(run: ServingRun) -> list[dict[str, Any]]:
-    """Every request in plain values, times in seconds from the start."""
+    """Every request as plain values, times in seconds from the start."""
     return [
         {
             "intended": e.intended - run.started,
@@ -263,7 +262,7 @@ def records(run: ServingRun) -> list[dict[str, Any]]:
 def distribution(weighted: Sequence[tuple[float, float]]) -> dict[str, float] | None:
     """Mean, percentiles and maximum of values with weights; None without any.
 
-    A percentile is the least value that so much of the weight does not exceed.
+    A percentile is the least value that this share of the weight does not exceed.
     """
     if not weighted:
         return None
@@ -280,7 +279,7 @@ def distribution(weighted: Sequence[tuple[float, float]]) -> dict[str, float] | 
 
 
 def _prompt_tokens(exchange: Exchange) -> int:
-    """As the server says, or as many ids as were sent."""
+    """As the server reports, else the number of ids sent."""
     if exchange.prompt_tokens is not None:
         return exchange.prompt_tokens
     prompt = exchange.request.prompt

@@ -15,7 +15,7 @@ _FIRST_ID, _VOCAB_SIZE = 10, 32000
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A prompt and how many tokens to generate, end-of-sequence tokens ignored."""
+    """A prompt and how many tokens to generate, ignoring end-of-sequence tokens."""
 
     prompt_token_ids: list[int]
     output_len: int
@@ -28,8 +28,8 @@ class WorkloadPreset:
     Prompt lengths are uniform. Output lengths are log-normal, clipped, or `fixed_output_len`.
 
     Attributes:
-        num_requests: how many there are.
-        prompt_len: least and most prompt tokens.
+        num_requests: number of requests.
+        prompt_len: fewest and most prompt tokens.
         mean, sigma: mean of the output length, and standard deviation of its logarithm.
         output_len: bounds of the output length.
         fixed_output_len: output length of all requests; None to draw it.
@@ -44,7 +44,7 @@ class WorkloadPreset:
 
 
 PRESETS: dict[str, WorkloadPreset] = {
-    # Decoding of one batch: prompts of 309 tokens on average.
+    # Decoding a single batch: prompts of 309 tokens on average.
     "tiny": WorkloadPreset(32, prompt_len=(180, 438), fixed_output_len=256),
     # Shaped like the answers of reasoning models to AMC and AIME problems, and short ones.
     "amc": WorkloadPreset(96, mean=8192, sigma=0.7, output_len=(512, 16384)),
@@ -62,15 +62,15 @@ def make_workload(
 ) -> list[BenchRequest]:
     """The requests of a preset.
 
-    They depend on the name alone: fewer requests are the first ones, more go on, and a scale or
-    an output length only cuts them.
+    They depend only on the name: fewer requests are the first of the same sequence, more continue
+    it, and a scale or an output length only changes lengths.
 
     Args:
         name: one of `PRESETS`.
-        vocab_size: of the model.
-        num_requests: None for the preset's.
-        output_len: tokens to generate for each request, in place of the preset's lengths.
-        scale: at most 1: factor of the preset's lengths, for models of short texts.
+        vocab_size: vocabulary size of the model.
+        num_requests: number of requests; None for the preset's.
+        output_len: tokens to generate for each request, instead of the preset's lengths.
+        scale: factor for the preset's lengths, at most 1, for models with a short context.
 
     Raises:
         ConfigError: an argument is illegal.
@@ -105,17 +105,17 @@ def make_workload(
 
 
 def check_lengths(requests: Sequence[BenchRequest], max_model_len: int, scale: float = 1.0) -> None:
-    """Check that a model's texts are long enough for a workload made with `scale`.
+    """Check that a workload made with `scale` fits the model's length.
 
     Raises:
-        ConfigError: they are not; the message has a scale that would do.
+        ConfigError: it does not; the message suggests a scale that does.
     """
     longest = max(len(r.prompt_token_ids) + r.output_len for r in requests)
     if longest > max_model_len:
         fitting = scale * max_model_len / longest
         digits = 10 ** (2 - math.ceil(math.log10(fitting)))
         raise ConfigError(
-            f"the longest request has {longest:,} tokens, the engine's texts have at most "
+            f"the longest request has {longest:,} tokens, more than "
             f"max_model_len={max_model_len:,}: use scale={math.floor(fitting * digits) / digits:g}"
             " or smaller, an output_len, or a larger max_model_len"
         )

@@ -1,4 +1,4 @@
-"""The same problems, the same KV memory: answered with full KV and with a compressed one."""
+"""The same problems in the same KV memory, answered with full KV and with compression."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zipage.execution.memory import pool_bytes
 from zipage.llm import LLM
 from zipage.sampling_params import SamplingParams
 
-#: Every so many requests one is streamed, so that its reasoning can be shown.
+#: One in this many requests is streamed, so that its reasoning can be shown.
 _STREAMED_EVERY = 4
-#: Tokens the chat template adds to a prompt, and those of a reply after its chain of thought.
+#: Tokens the chat template adds to a prompt, and tokens of a reply after its chain of thought.
 _TEMPLATE_TOKENS, _CLOSING_TOKENS = 10, 16
 
 
@@ -29,8 +29,8 @@ class Side:
     """One of the two contestants.
 
     Attributes:
-        name: for people.
-        options: engine options; those of the memory are set by `run_side`.
+        name: display name.
+        options: engine options; `run_side` sets those of the memory.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Owner:
-    """Blocks of one request in the pool."""
+    """A request and its blocks in the pool."""
 
     request_id: str
     blocks: int
@@ -48,7 +48,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a watcher sees of a side while it runs."""
+    """The state of a running side, for watchers."""
 
     name: str
     stats: EngineStats
@@ -72,7 +72,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class SideResult:
-    """What a side did; `wall_seconds` is from the submission of the batch to its end."""
+    """A side's result; `wall_seconds` is from the submission of the batch to its end."""
 
     name: str
     wall_seconds: float
@@ -82,7 +82,7 @@ class SideResult:
 
     @property
     def right(self) -> int:
-        """Number of right answers."""
+        """Number of correct answers."""
         return sum(a.right for a in self.answers)
 
     @property
@@ -92,12 +92,12 @@ class SideResult:
 
     @property
     def accuracy(self) -> float:
-        """Percent of the answers that are right."""
+        """Percentage of correct answers."""
         return 100 * self.right / len(self.answers)
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all replies; those generated again after a preemption count once."""
+        """Tokens of all replies; tokens generated again after a preemption count once."""
         return sum(a.tokens for a in self.answers)
 
     @property
@@ -112,7 +112,7 @@ class SideResult:
 
     @property
     def summary(self) -> str:
-        """The run in a line."""
+        """The run in one line."""
         return (
             f"{self.name}: {self.right}/{len(self.answers)} right in {self.wall_seconds:.1f} s, "
             f"{self.tokens_per_second:,.0f} tokens/s, "
@@ -147,8 +147,8 @@ def zipage_side(
 ) -> Side:
     """Zipage's default policy with a budget in tokens.
 
-    It gets as many query slots as its requests can need: a request holds one for the last
-    `window` of every `block_size` tokens, and twice that share is ample.
+    It gets as many query slots as its requests can need: a request holds a slot for the last
+    `window` of every `block_size` tokens, and twice that share of the requests is ample.
     """
     own = {"block_size": block_size, "compression": "zipage", "kv_budget": kv_budget}
     options = {**engine_options, **own}
@@ -166,12 +166,12 @@ def longest_prompt(problems: Sequence[Problem]) -> int:
 def reply_limit(problems: Sequence[Problem], pool_tokens: int) -> int:
     """Most tokens of a reply, the same for both sides.
 
-    A quarter more than the longest reference reply, where the pool can hold that in full: a longer
-    reply has lost its way.
+    A quarter more than the longest reference reply, if the pool can hold that in full: a longer
+    reply has gone astray.
 
     Args:
         problems: all problems.
-        pool_tokens: what the pool holds in full KV.
+        pool_tokens: tokens of full KV that the pool holds.
 
     Raises:
         ConfigError: the pool can't hold the longest problem in full KV.
@@ -204,9 +204,9 @@ def run_side(
     """Answer all problems greedily in one batch.
 
     Args:
-        side: who.
-        problems: what, in order of arrival.
-        pool: ``num_kv_blocks`` or ``kv_cache_memory``, in bytes.
+        side: the side to run.
+        problems: the problems, in order of arrival.
+        pool: ``num_kv_blocks``, or ``kv_cache_memory`` in bytes.
         max_tokens: most tokens of a reply.
         watcher: shows the run.
     """
@@ -234,7 +234,7 @@ def run_side(
             last = len(answers) == len(by_id)
             if not last and not watcher.due(now):
                 continue
-            # The text of the oldest request: it has the longest reasoning to show.
+            # The text of the oldest request, which has the longest reasoning to show.
             reasoning = next(iter(texts.values()), reasoning)
             watcher.show(
                 Snapshot(
@@ -258,7 +258,7 @@ def run_side(
 
 
 def same_answers(one: SideResult, other: SideResult) -> int:
-    """Problems to which both gave the same answer."""
+    """Number of problems to which both gave the same answer."""
     return sum(
         a.given is not None and a.given == b.given
         for a, b in zip(one.answers, other.answers, strict=True)

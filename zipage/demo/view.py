@@ -1,4 +1,4 @@
-"""What the demo shows: a live screen in a terminal, a line every few seconds elsewhere."""
+"""The demo's display: a live screen in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class View:
             self._live.stop()
 
     def due(self, now: float) -> bool:
-        """Whether it is time for the next picture."""
+        """Whether it is time for the next frame."""
         if now < self._next:
             return False
         self._next = now + self._interval
         return True
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw a picture or write a line."""
+        """Draw a frame or write a line."""
         rate = self._rate(snapshot)
         if self._live is not None:
             self._live.update(_screen(snapshot, rate, self._console.width), refresh=True)
@@ -139,10 +139,10 @@ def _screen(s: Snapshot, rate: float, width: int) -> Panel:
 
 
 def pool_map(owners: Sequence[Owner], blocks_total: int, width: int) -> Text:
-    """The pool as a bar: a stretch of colour for each request, as long as its blocks.
+    """The pool as a bar: for each request a coloured segment in proportion to its blocks.
 
     Args:
-        owners: requests in order; a compressing one is drawn in another texture.
+        owners: requests in order; compressing ones are drawn with another texture.
         blocks_total: blocks of the pool.
         width: columns of the bar.
     """
@@ -160,7 +160,7 @@ def pool_map(owners: Sequence[Owner], blocks_total: int, width: int) -> Text:
 def introduction(
     problems: Sequence[Problem], pool_tokens: int, block_size: int, kv_budget: int
 ) -> list[str]:
-    """What is about to happen, in numbers."""
+    """What the demo is about to do, in numbers."""
     chains = [p.cot_tokens for p in problems]
     whole = [p.cot_tokens + count_tokens(p.prompt) for p in problems]
     mean = sum(whole) / len(whole)
@@ -178,7 +178,7 @@ def introduction(
 
 
 def verdict(full: SideResult, zipage: SideResult) -> str:
-    """The comparison in a sentence."""
+    """The comparison in one sentence."""
     ratio = full.wall_seconds / zipage.wall_seconds
     return (
         f"In the same {full.kv_bytes / (1 << 20):.1f} MiB, Zipage took "

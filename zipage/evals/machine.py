@@ -1,4 +1,4 @@
-"""What a number was measured on."""
+"""The machine a number was measured on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zipage import __version__
 
 
 def describe_machine(device: str = "cpu") -> dict[str, str | int]:
-    """The processor or accelerator, the threads, and the versions that decide speed.
+    """The processor or accelerator, the threads, and the versions that affect speed.
 
     Args:
         device: where the model runs, as torch names it.

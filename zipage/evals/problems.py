@@ -6,10 +6,10 @@ fact of the prompt or of an earlier step, often from more than a thousand tokens
 * ``ledger``: people with balances and numbered transactions; the balance of one at the end, or
   the total of two;
 * ``addition``: numbered numbers, added up with a running total;
-* ``lookup``: a shuffled table followed hop by hop; the last word, or the sum of the numbers met.
+* ``lookup``: a shuffled table followed hop by hop; the last word, or the sum of the numbers passed.
 
 A prompt that ends with ``Check every step.`` asks for every calculation to be repeated backwards,
-text that no later step needs.
+which is text that no later step needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORDS = (
     "jam egg oil ice fog sun sky sea bay cup pan pot jar lid mug box bag hat cap bow fan key map "
     "net oar pen pin rug saw axe bus car van jet tram drum harp bell lamp ring rope"
 )
-#: What the model's vocabulary has for people and for table keys.
+#: Words of the model's vocabulary for people and for table keys.
 NAMES, WORDS = tuple(_NAMES.split()), tuple(_WORDS.split())
 
 #: Most steps of a problem, by family.
@@ -64,9 +64,9 @@ class Problem:
 
     Attributes:
         problem_id: unique in its set.
-        family: one of `FAMILIES`, or whatever a file says.
+        family: one of `FAMILIES`, or any name in a file.
         prompt: the user turn.
-        answer: what the last ``\\boxed{...}`` of a right reply holds.
+        answer: the content of the last ``\\boxed{...}`` of a correct reply.
         cot_tokens: tokens of the reference chain of thought; 0 when unknown.
     """
 
@@ -107,11 +107,11 @@ def _closing(check: bool) -> str:
 
 
 def solve_ledger(rng: random.Random, steps: int, check: bool) -> Solved | None:
-    """Draw and solve a ledger problem; None if a number left the model's range."""
+    """Draw and solve a ledger problem; None if a number exceeds the model's range."""
     people = rng.sample(NAMES, rng.randint(3, 8))
     scale = rng.choice((20, 99, 99, 400, 999, 5000))
     top = min(scale, rng.choice((9, 50, 99, 99, 300, 999)))
-    # In half of the problems a few people act most of the time and others go unseen for long.
+    # In half of the problems a few people act most of the time and others go unmentioned for long.
     skew = rng.choice((1.0, rng.uniform(1.0, 3.0)))
     balances = {name: rng.randint(1, scale) for name in people}
     last_seen = dict.fromkeys(people, 0)
@@ -140,7 +140,7 @@ def solve_ledger(rng: random.Random, steps: int, check: bool) -> Solved | None:
                 return None
         transactions.append(f"{line}.")
         chain.append(" ".join(parts))
-    # Half of the time the question is about whoever has gone unseen for longest.
+    # Half of the time the question is about the person unmentioned for longest.
     asked = rng.choice(people) if rng.random() < 0.5 else min(people, key=last_seen.__getitem__)
     total = balances[asked]
     final = f"Answer: {asked} {total}."
@@ -176,7 +176,7 @@ def solve_addition(rng: random.Random, steps: int, check: bool) -> Solved | None
 def solve_lookup(rng: random.Random, steps: int, check: bool) -> Solved | None:
     """Draw and solve a lookup problem; `steps` is how many hops there are."""
     with_sum = rng.random() < 0.5
-    # A cycle through some keys, walked about once, and a few keys that lead into it.
+    # A cycle through some keys, walked about once, and a few keys leading into it.
     cycle_length = min(MAX_KEYS, max(2, int(steps * rng.uniform(0.8, 1.3))))
     keys = rng.sample(WORDS, min(MAX_KEYS, cycle_length + rng.randint(0, 7)))
     cycle, strays = keys[:cycle_length], keys[cycle_length:]
@@ -237,19 +237,19 @@ def generate_problems(
     families: Sequence[str] = FAMILIES,
     check: bool | None = None,
 ) -> list[Problem]:
-    """Make a set of problems, the families in turn; equal arguments give equal problems.
+    """Make a set of problems, cycling through the families; equal arguments give equal problems.
 
     Args:
         count: how many.
         seed: any integer; the model's training problems and public evaluation set use another
-            kind of seed, so none of these is among them but by coincidence.
+            kind of seed, so these are not among them except by coincidence.
         min_tokens: shortest reference chain of thought, in tokens.
         max_tokens: longest one.
         families: which of `FAMILIES`.
-        check: whether the prompts ask for checks; None for a share of `CHECKED_SHARE`.
+        check: whether the prompts ask for checks; None for `CHECKED_SHARE` of them.
 
     Raises:
-        ConfigError: an argument is illegal, or no problem of a family has such a length.
+        ConfigError: an argument is illegal, or no problem of a family has a length in this range.
     """
     if count < 1:
         raise ConfigError(f"count={count} must be at least 1 problem")
@@ -269,7 +269,7 @@ def generate_problems(
 def _draw(
     family: str, problem_id: str, min_tokens: int, max_tokens: int, check: bool | None
 ) -> Problem:
-    # A string seed is hashed with SHA-512: the same draws on every platform.
+    # A string seed is hashed with SHA-512, which gives the same draws on every platform.
     rng = random.Random(f"zipage-evals/{family}/{problem_id}")
     for _ in range(_MAX_TRIES):
         steps = rng.randint(2, MAX_STEPS[family])
@@ -280,7 +280,7 @@ def _draw(
         length = count_tokens(solved.chain)
         if not min_tokens <= length <= max_tokens:
             continue
-        # 32 is more than the chat template's and the final sentence's tokens.
+        # 32 exceeds the tokens of the chat template and the final sentence.
         if length + count_tokens(solved.prompt) + 32 <= MAX_CONVERSATION:
             return Problem(problem_id, family, solved.prompt, solved.answer, length)
     raise ConfigError(
@@ -298,7 +298,7 @@ def load_problems(path: str | os.PathLike[str], min_tokens: int = 0) -> list[Pro
 
     Args:
         path: the file.
-        min_tokens: leave out records whose ``cot_tokens`` is less, or unknown when this is not 0.
+        min_tokens: leave out records whose ``cot_tokens`` is less, or unknown if this is not 0.
 
     Raises:
         ConfigError: the file cannot be read, a record is malformed, or none is left.
@@ -334,7 +334,7 @@ def load_problems(path: str | os.PathLike[str], min_tokens: int = 0) -> list[Pro
 
 
 def extract_answer(text: str) -> str | None:
-    """What the last ``\\boxed{...}`` of a reply holds, nested braces included; None without one."""
+    """The content of a reply's last ``\\boxed{...}``, nested braces included; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

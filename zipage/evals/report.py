@@ -10,7 +10,7 @@ Rows = list[list[str]]
 
 
 def accuracy_rows(results: Sequence[CellResult]) -> Rows:
-    """Right answers by policy (rows) and budget (columns); the first row is the heading."""
+    """Correct answers by policy (rows) and budget (columns); the first row is the heading."""
     budgets = sorted({r.cell.budget for r in results if r.cell.budget is not None}, reverse=True)
     columns: list[int | None] = [*budgets]
     if any(r.cell.budget is None for r in results):
@@ -70,10 +70,10 @@ def markdown(
     long_ids: Collection[str] = (),
     long_tokens: int = 0,
 ) -> str:
-    """The tables as Markdown, under the lines that say what was run on what.
+    """The tables as Markdown, after the lines of `description`.
 
-    If there are `long_ids`, the problems with reference chains of `long_tokens` or more, they get
-    an accuracy table of their own.
+    The problems `long_ids`, those with reference chains of `long_tokens` or more, get an accuracy
+    table of their own if there are any.
     """
     long = []
     if long_ids:

@@ -30,7 +30,7 @@ class Cell:
     Attributes:
         policy: a policy's name, or ``full``.
         budget: tokens kept per request; None for full KV.
-        policy_options: the policy's knobs.
+        policy_options: the policy's own options.
     """
 
     policy: str
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The policy with its knobs, as `parse_policy` reads it."""
+        """The policy with its options, as `parse_policy` reads it."""
         knobs = (f"{name}={_as_text(value)}" for name, value in self.policy_options.items())
         return ":".join([self.policy, *knobs])
 
@@ -49,12 +49,12 @@ class Answer:
     """How one problem went.
 
     Attributes:
-        problem_id, family, expected: of the problem.
-        given: what the reply boxed; None if it boxed nothing.
-        right: whether that is the answer.
-        finish_reason: why the reply ended; ``length`` is a truncated one.
-        tokens: generated.
-        compressions, evicted_tokens, peak_blocks, preemptions: of its KV cache.
+        problem_id, family, expected: id, family and answer of the problem.
+        given: the reply's boxed answer; None if there is none.
+        right: whether it is correct.
+        finish_reason: why the reply ended; ``length`` if it was truncated.
+        tokens: tokens generated.
+        compressions, evicted_tokens, peak_blocks, preemptions: as in `RequestMetrics`.
         error: why the request failed, if it did.
     """
 
@@ -107,12 +107,12 @@ class CellResult:
 
     @property
     def right(self) -> int:
-        """Number of right answers."""
+        """Number of correct answers."""
         return sum(a.right for a in self.answers)
 
     @property
     def families(self) -> dict[str, tuple[int, int]]:
-        """Right answers and problems of each family."""
+        """Numbers of correct answers and of problems, by family."""
         counts: dict[str, tuple[int, int]] = {}
         for answer in self.answers:
             right, total = counts.get(answer.family, (0, 0))
@@ -154,7 +154,7 @@ class CellResult:
         return float(sum(getattr(a, name) for a in self.answers)) / self.total
 
     def only(self, problem_ids: Collection[str]) -> CellResult:
-        """The same cell, counting these problems alone."""
+        """The same cell, restricted to these problems."""
         answers = tuple(a for a in self.answers if a.problem_id in problem_ids)
         return replace(self, answers=answers)
 
@@ -196,8 +196,8 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """Read ``name`` or ``name:option=value:option=value``; values are JSON or plain text.
 
     Raises:
-        ConfigError: it is not of that form. Whether the name and the options exist is checked
-            with the engine's configuration.
+        ConfigError: `text` is not of that form. The engine's configuration checks whether the name
+            and the options exist.
     """
     name, *knobs = text.strip().split(":")
     options: dict[str, Any] = {}
@@ -237,10 +237,10 @@ def plan_cells(policies: Sequence[str], budgets: Sequence[int]) -> list[Cell]:
 
 
 def engine_config(cell: Cell, options: Mapping[str, Any]) -> EngineConfig:
-    """The engine of a cell.
+    """The engine configuration of a cell.
 
     Args:
-        cell: decides `compression`, `policy_options` and `kv_budget`.
+        cell: sets `compression`, `policy_options` and `kv_budget`.
         options: every other engine option.
 
     Raises:
@@ -283,7 +283,7 @@ def run_cell(
         cell: policy and budget.
         problems: what to answer.
         options: engine options other than those the cell sets.
-        max_tokens: most tokens of a reply; less where the model's length leaves less.
+        max_tokens: most tokens of a reply; fewer if the model's length leaves less room.
         progress: called after every step.
 
     Raises:
@@ -309,7 +309,7 @@ def run_cell(
 
 
 def cell_path(folder: Path, cell: Cell, settings: Mapping[str, Any]) -> Path:
-    """Where a cell's result lies; other settings give another name."""
+    """Path of a cell's result; different settings give different names."""
     text = json.dumps(settings, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     size = "full" if cell.budget is None else str(cell.budget)
@@ -324,7 +324,7 @@ def run_cells(
     folder: Path | None = None,
     progress: CellProgress | None = None,
 ) -> Iterator[tuple[CellResult, bool]]:
-    """Run cells in order; yields each result and whether it was found finished in `folder`.
+    """Run cells in order; yields each result and whether it was already in `folder`.
 
     Every cell's options are checked before the first one runs. A result is written to `folder`
     the moment its cell ends, and read back instead of running the cell again.
@@ -362,7 +362,7 @@ def _read_result(path: Path) -> CellResult:
 
 
 def _write_result(path: Path, result: CellResult) -> None:
-    # Written under another name and renamed, so that an interrupted run leaves no half a file.
+    # Written under another name and renamed, so that an interrupted run leaves no partial file.
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)

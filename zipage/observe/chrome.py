@@ -1,4 +1,4 @@
-"""Chrome's Trace Event format: what chrome://tracing and ui.perfetto.dev read.
+"""Chrome's Trace Event format, read by chrome://tracing and ui.perfetto.dev.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -44,7 +44,7 @@ def dump_trace(
         events: in any order.
         tracks: all tracks, in the order in which they are shown.
         processes: names of the processes, the groups of tracks.
-        other_data: whatever a reader should know besides.
+        other_data: further metadata for readers.
     """
     entries: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
@@ -54,7 +54,7 @@ def dump_trace(
         where = {"ph": "M", "pid": track.process, "tid": track.thread, "ts": 0}
         entries.append({**where, "name": "thread_name", "args": {"name": track.name}})
         entries.append({**where, "name": "thread_sort_index", "args": {"sort_index": order}})
-    # Of slices that begin together the longest comes first, as it holds the others.
+    # Of slices that begin together the longest comes first, as it contains the others.
     for event in sorted(events, key=lambda e: (e.start, -e.duration)):
         entry: dict[str, Any] = {
             "ph": event.phase,

@@ -1,4 +1,4 @@
-"""Log output: as text, or one JSON object a line."""
+"""Log output: as text, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
-#: What every record has; the rest are the fields of its message.
+#: Attributes of every record; all others are fields of the message.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (UTC, ISO 8601), `level`, `logger`, `message`, the fields
+    """One JSON object per line: `time` (UTC, ISO 8601), `level`, `logger`, `message`, the fields
     given as `extra` (such as `request_id`), and `exception` with the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line a message, whatever clients sent: what would break or colour lines is escaped.
+    """One line per message: characters from clients that would break or colour lines are escaped.
     Tracebacks follow on lines of their own."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at that moment: progress bars and tests replace it."""
+    """Writes to the current `sys.stderr`, which progress bars and tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -68,7 +68,7 @@ def configure_logging(log_level: str = "warning", log_format: LogFormat = "text"
 
     Args:
         log_level: least severe level written, one of `LEVELS`.
-        log_format: ``text``, or ``json`` for a JSON object a line.
+        log_format: ``text``, or ``json`` for a JSON object per line.
 
     Raises:
         ValueError: one of them is unknown.
@@ -87,7 +87,7 @@ def configure_logging(log_level: str = "warning", log_format: LogFormat = "text"
 
 
 def logging_in_use() -> tuple[str, LogFormat] | None:
-    """Level and format set by `configure_logging`, for another process to do the same."""
+    """Level and format set by `configure_logging`, so that another process can use the same."""
     logger = logging.getLogger("zipage")
     for handler in logger.handlers:
         if isinstance(handler, _StderrHandler):

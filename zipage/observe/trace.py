@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from zipage.engine.stats import StepStats
 
 DEFAULT_MAX_EVENTS = 500_000
-"""About 100 bytes of memory and of JSON each."""
+"""Each takes about 100 bytes in memory and in JSON."""
 
-#: The share of the room that slices of steps leave to rarer events.
+#: Share of the events that slices of steps leave to rarer events.
 _RESERVE = 0.1
-#: Characters of kept positions that take the room of an event.
+#: Characters of kept positions that count as one event.
 _CHARACTERS_PER_EVENT = 100
 
 ENGINE, REQUESTS = 1, 2
@@ -35,7 +35,7 @@ COMPRESSIONS = Track(ENGINE, 2, "compressions")
 
 @dataclasses.dataclass(eq=False)
 class _Lane:
-    """The track of one request, and what of its state the last step left behind."""
+    """The track of one request, and its state after the last step."""
 
     request: Request
     track: Track
@@ -55,16 +55,16 @@ class TraceRecorder:
     """Records the life of the requests submitted while it is attached to an engine.
 
     See `LLM.trace`. Every traced request has a track: a slice for each step that computed some of
-    its tokens, slices for what it waited for in between, instants for what happened to it, and
-    around them one slice from its submission to its end. Two more tracks show the engine's steps
-    and its compressions, counters the KV blocks by state, the requests and the query slots.
+    its tokens, slices for its waits in between, instants for its events, and around them one slice
+    from its submission to its end. Two more tracks show the engine's steps and its compressions;
+    counters show the KV blocks by state, the requests and the query slots.
 
     The engine's thread calls `submitted`, `compression_submitted`, `compression_ended`,
-    `step_ended` and `ended`; their times are those of `time.perf_counter`, in seconds.
+    `step_ended` and `ended`; their times are `time.perf_counter`'s, in seconds.
 
     Args:
-        max_events: most events kept. Slices of steps are dropped when 90 % of that is used up,
-            everything when all of it is; `dropped_events` counts them.
+        max_events: most events kept. Once 90 % are used, slices of steps are dropped, and once all
+            are, everything; `dropped_events` counts dropped events.
     """
 
     def __init__(self, max_events: int = DEFAULT_MAX_EVENTS) -> None:
@@ -81,10 +81,10 @@ class TraceRecorder:
         self._compressed_until = 0.0
         self._origin = time.perf_counter()
 
-    # ------------------------------------------------------------------ told by the engine
+    # ------------------------------------------------------------------ called by the engine
 
     def submitted(self, request: Request, name: str) -> None:
-        """A request was queued; `name` is that of its track."""
+        """A request was queued; `name` is its track's."""
         track = Track(REQUESTS, next(self._numbers), name)
         self._tracks.append(track)
         lane = _Lane(request, track, ("queued", request.arrival_time))
@@ -105,7 +105,7 @@ class TraceRecorder:
         noticed: float,
         record: CompressionRecord | None,
     ) -> None:
-        """A compression ended; `record` is there if it was one of a traced request."""
+        """A compression ended; `record` is given if its request is traced."""
         args: dict[str, Any] = {
             "request": job.request_id,
             "index": job.compression_index,
@@ -126,7 +126,7 @@ class TraceRecorder:
                 "keepers": runs,
                 "layer_positions": " ".join(map(str, record.layer_positions)),
             }
-        # They run one after another; where the device does, `started` is when it was queued.
+        # They run one after another; on a CUDA stream, `started` is when it was queued.
         started = max(started, self._compressed_until)
         self._compressed_until = max(started, min(started + seconds, noticed))
         self._slice(COMPRESSIONS, "compression", started, self._compressed_until, args, size)
@@ -145,7 +145,7 @@ class TraceRecorder:
         planned: float,
         ended: float,
     ) -> None:
-        """A step ran from `started` to `ended`; what it computes was known at `planned`."""
+        """A step ran from `started` to `ended`; its plan was ready at `planned`."""
         args = {
             "step": step.index,
             "requests": len(scheduled),
@@ -172,7 +172,7 @@ class TraceRecorder:
         self._count("query slots", ended, leased=scheduler.num_query_slots_in_use)
 
     def ended(self, sequence_id: str, reason: FinishReason, metrics: RequestMetrics) -> None:
-        """A request came to its end; `ended` of one that is not traced does nothing."""
+        """A request ended; does nothing if it is not traced."""
         lane = self._lanes.pop(sequence_id, None)
         if lane is None:
             return
@@ -206,7 +206,7 @@ class TraceRecorder:
             self._instant(lane, "preempted", planned, kind=kind)
             self._wait(lane, "swapped out" if kind == "swap" else "to be recomputed", planned)
             lane.outside, lane.lease = True, None
-        # One that was admitted for its last token has ended by now.
+        # A request that was admitted for its last token has already ended.
         outside = item is None and request.status is not RequestStatus.RUNNING
         if lane.outside and not outside:
             lane.outside = False
@@ -225,7 +225,7 @@ class TraceRecorder:
             self._slice(lane.track, name, planned, ended, args, frequent=True)
             lane.until = ended
         elif request.status is RequestStatus.RUNNING and lane.until <= planned:
-            # Not where a compression that this step waited for has just ended.
+            # Not if a compression that this step waited for has just ended.
             self._wait(lane, _what_for(request, scheduler), planned)
         if request.first_token_time is not None and not lane.tokens_seen:
             lane.tokens_seen = True
@@ -244,13 +244,13 @@ class TraceRecorder:
             self._instant(lane, "prefix hit", at, tokens=cached)
 
     def _wait(self, lane: _Lane, what: str, at: float) -> None:
-        """From now on the request waits for something; nothing new if it did before."""
+        """The request waits for something from now on; no change if it already did."""
         if lane.waits is None or lane.waits[0] != what:
             self._computes(lane, at)
             lane.waits = (what, at)
 
     def _computes(self, lane: _Lane, at: float) -> None:
-        """The request waits no more."""
+        """The request no longer waits."""
         if lane.waits is not None:
             what, since = lane.waits
             lane.waits, lane.until = None, at
@@ -276,7 +276,7 @@ class TraceRecorder:
         self._keep(TraceEvent("i", lane.track, name, self._nanoseconds(at), args))
 
     def _count(self, name: str, at: float, **values: int) -> None:
-        # A viewer holds the last value, so that only changes need to be written.
+        # A viewer holds the last value, so only changes need to be written.
         if self._gauges.get(name) != values:
             self._gauges[name] = values
             event = TraceEvent("C", STEPS, name, self._nanoseconds(at), dict(values))
@@ -296,7 +296,7 @@ class TraceRecorder:
     # ------------------------------------------------------------------ reading it
 
     def to_dict(self) -> dict[str, Any]:
-        """The trace in Chrome's JSON object format, of requests that still run up to now."""
+        """The trace in Chrome's JSON object format; running requests are shown up to now."""
         now = self._nanoseconds(time.perf_counter())
         events = list(self._events)
         for lane in list(self._lanes.values()):
@@ -311,7 +311,7 @@ class TraceRecorder:
         return dump_trace(events, self._tracks, names, {"dropped_events": self.dropped_events})
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the trace to a JSON file, which chrome://tracing and ui.perfetto.dev open."""
+        """Write the trace to a JSON file for chrome://tracing and ui.perfetto.dev."""
         text = json.dumps(self.to_dict(), separators=(",", ":"), ensure_ascii=True)
         Path(path).write_text(text + "\n", encoding="utf-8")
 

@@ -32,7 +32,7 @@ _FLAGS = (
     "-O3",
     "-march=native",
     "-std=gnu11",
-    # Fast, but without -ffast-math: that would make every thread of the process flush denormals.
+    # Not -ffast-math: it would make every thread of the process flush denormals.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-signed-zeros",
@@ -44,7 +44,7 @@ _FLAGS = (
     "-fopenmp",
 )
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-#: Why a compiler failed, by the library's name: it takes seconds, and every engine asks it.
+#: Errors of failed builds by library name: a build takes seconds, and every engine asks.
 _failures: dict[str, str] = {}
 
 
@@ -58,7 +58,7 @@ def _cache_dir() -> Path:
 
 
 def _cpu_name() -> str:
-    """What `-march=native` depends on, so that a shared home never serves a foreign binary."""
+    """What `-march=native` depends on, so that a shared home never serves another CPU's binary."""
     try:
         with open("/proc/cpuinfo") as lines:
             names = ("model name", "flags", "Features")
@@ -72,8 +72,8 @@ def _cpu_name() -> str:
 def load() -> ctypes.CDLL:
     """Return the compiled kernel library, building it first if no cached build fits.
 
-    A damaged build is replaced. Where the cache folder can't be used, the library is built in a
-    temporary one, for this process alone.
+    A damaged build is replaced. If the cache folder can't be used, the library is built in a
+    temporary folder, for this process alone.
 
     Raises:
         NativeUnavailable: no C compiler, not Linux, or the library can't be built or loaded.
@@ -94,7 +94,7 @@ def load() -> ctypes.CDLL:
             raise
         logger.info("the cache of native kernels can't be used: %s", error)
     try:
-        # A loaded library needs its file no more.
+        # A loaded library no longer needs its file.
         with tempfile.TemporaryDirectory(prefix="zipage-") as folder:
             return _load(Path(folder) / name, compiler)
     except OSError as error:
@@ -123,7 +123,7 @@ def _compiler() -> list[str]:
 
 
 def _load(library: Path, compiler: list[str]) -> ctypes.CDLL:
-    """Load a library, building it if it is not there or damaged."""
+    """Load a library, building it if it is missing or damaged."""
     if not _is_whole(library):
         library.parent.mkdir(parents=True, exist_ok=True)
         _build(library, compiler)
@@ -131,7 +131,7 @@ def _load(library: Path, compiler: list[str]) -> ctypes.CDLL:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a file is as `_build` left it: a truncated one would end the process (SIGBUS)."""
+    """Whether a file is as `_build` left it: a truncated one would kill the process (SIGBUS)."""
     try:
         content = library.read_bytes()
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def _build(library: Path, compiler: list[str]) -> None:
-    """Compile the sources; the checksum of the library follows it, which loaders ignore."""
+    """Compile the sources; appends a checksum to the library, which loaders ignore."""
     if library.name in _failures:
         raise NativeUnavailable(_failures[library.name])
     # Built under a private name and renamed, so that two processes never see half a file.
@@ -164,12 +164,12 @@ def _build(library: Path, compiler: list[str]) -> None:
             file.write(hashlib.sha256(file.read()).digest())
         os.replace(partial, library)
     finally:
-        Path(partial).unlink(missing_ok=True)  # of a failed or interrupted build
+        Path(partial).unlink(missing_ok=True)  # left by a failed or interrupted build
     logger.info("built native kernels: %s", library)
 
 
 def available() -> bool:
-    """Whether the native kernels can be used on this machine; a warning says why not."""
+    """Whether the native kernels can be used on this machine; if not, a warning says why."""
     try:
         load()
     except NativeUnavailable as error:
@@ -183,5 +183,5 @@ def available() -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _warn(reason: str) -> None:
-    """Once per reason: every engine asks several times."""
+    """Warn once per reason: every engine asks several times."""
     logger.warning("slower torch code replaces the native CPU kernels: %s", reason)

@@ -39,7 +39,7 @@ def add_rms_norm(
 
     Args:
         x: ``[rows, width]`` contiguous fp32.
-        delta: of the same shape, or None to add nothing.
+        delta: has the same shape; None to add nothing.
         weight: ``[width]``.
         eps: epsilon of the norm.
 
@@ -63,7 +63,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate_up [rows, 2 * width]``, the gate first: ``[rows, width]``."""
+    """``silu(gate) * up`` of ``gate_up [rows, 2 * width]``, gates first: ``[rows, width]``."""
     _check(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=torch.float32, device="cpu")

@@ -1,6 +1,6 @@
 """Linear layers with packed weights, native, fp32 on CPU.
 
-Two to eight times the speed of torch's matrix products for the few rows of a decode step, and
+Two to eight times as fast as torch's matrix products for the few rows of a decode step, and
 each row's result depends on that row alone.
 """
 
@@ -64,7 +64,7 @@ class PackedLinear:
             raise ValueError(
                 f"cannot add a product of {self.out_features} columns to {y.dtype} {y.shape}"
             )
-        # Summed up first: on top of a large residual each product would be rounded to its size.
+        # Summed first: added to a large residual, each product would be rounded to its magnitude.
         y.add_(self(x))
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Selection of the survivors, and their move into the target blocks.
+"""Selection of the surviving tokens, and their move into the target blocks.
 
 The torch references are `zipage.compression.select` and `zipage.compression.compactor`; kept sets
-and layouts are theirs, bit for bit.
+and layouts are identical.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VARYING = (
 _INF: tl.constexpr = tl.constexpr(0x7F800000)
 _LOWEST: tl.constexpr = tl.constexpr(-(1 << 31))
 _MAGNITUDE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-# The order key of -inf, also that of NaN.
+# The order key of -inf and NaN.
 _MINUS_INF_KEY: tl.constexpr = tl.constexpr(-(0x7F800000 + 1))
 
 
@@ -39,7 +39,7 @@ def _order_keys(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """int32 in the order of the scores, +inf where protected; below all others past the end."""
+    """int32 keys in the order of the scores: +inf if protected, below all others past the end."""
     there = slot < length
     at = layer_head.to(tl.int64) * length + slot
     bits = tl.load(score_bits + at, mask=there, other=0)
@@ -91,14 +91,14 @@ def select_and_plan(
 ):
     """Find the `keep` largest scores (equal ones: the newer slots) and plan their moves.
 
-    Grid ``(L * H,)``. The least key kept is found bit by bit, by counting; `ONE_TILE` holds the
-    keys in registers meanwhile. Writes the source and target slots of tokens that move, `sources`
-    and `targets` ``[L, H, pairs]``, and how many there are, `counts` ``[L, H, 2]``:
+    Grid ``(L * H,)``. The smallest key kept is found bit by bit, by counting; with `ONE_TILE` the
+    keys stay in registers meanwhile. Writes the source and target slots of tokens that move,
+    `sources` and `targets` ``[L, H, pairs]``, and how many there are, `counts` ``[L, H, 2]``:
 
     - `STABLE`: pair r moves the r-th survivor to slot r; all survivors are pairs.
-    - Otherwise pair n < `counts[..., 0]` moves the n-th survivor behind slot `keep` into the n-th
-      hole, and pair `most_movers` + n, n < `counts[..., 1]`, is a survivor that keeps its slot in
-      a block that is redirected. State of survivors that keep their slots is written here.
+    - Otherwise pair n < `counts[..., 0]` moves the n-th survivor at or beyond slot `keep` into the
+      n-th hole, and pair `most_movers` + n, n < `counts[..., 1]`, is a survivor that keeps its slot
+      in a redirected block. The state of survivors that keep their slots is written here.
     """
     layer_head = tl.program_id(0)
     if ONE_TILE:
@@ -106,8 +106,8 @@ def select_and_plan(
             score_bits, positions, table, tl.arange(0, TILE), layer_head, num_blocks, length,
             num_scored, first_position, protect_below, PROTECT, WINDOW, KV_HEADS, BLOCK,
         )  # fmt: skip
-    # Steps 0-31 fix the bits of the least key kept from the top (the sign bit is inverted, for
-    # negative keys are the smaller ones); step 32 counts what lies above it.
+    # Steps 0-31 fix the bits of the smallest key kept from the top (the sign bit is inverted, as
+    # negative keys are smaller); step 32 counts the keys above it.
     least = _LOWEST
     at_least = length
     above = 0
@@ -256,15 +256,15 @@ def move_survivors(
     ``[p * tiles_per_program, (p + 1) * tiles_per_program)``. `table` has the source blocks, then
     the target blocks.
 
-    In place and without a copy of the cache, since nothing is written before it was read:
+    This works in place, without a copy of the cache, because no slot is written before it is read:
 
-    - Redirected target blocks are not source blocks, so nobody reads them. What is left are
-      writes to slots below `keep` of blocks that are source and target.
-    - Filling holes: what is read from such a block is at or behind slot `keep`, hence from no
-      target block, or keeps its slot in a redirected one, whose source is no target.
-    - Stable: sources ascend, and the r-th is at slot r or behind. One program (with all tiles)
-      works upwards and reads a tile before it writes it, so what later tiles read lies behind all
-      that is written so far.
+    - Redirected target blocks are not source blocks, so nobody reads them. That leaves writes to
+      slots below `keep` of blocks that are both source and target.
+    - Filling holes: every token read is either at or beyond slot `keep`, hence not in a target
+      block, or keeps its slot in a redirected block, whose source is not a target.
+    - Stable: sources ascend, and the r-th is at slot r or beyond. One program (with all tiles)
+      works upwards and reads each tile before writing it, so later tiles read beyond everything
+      written so far.
     """
     which = tl.program_id(1)
     layer_head = tl.program_id(2)
@@ -296,7 +296,7 @@ def move_survivors(
             positions, table, source, has_state, layer, head, num_blocks, num_scored,
             first_position, KV_HEADS, BLOCK,
         )  # fmt: skip
-        # Threads of this program write what others of it read.
+        # Threads of this program write what its other threads read.
         tl.debug_barrier()
         tl.store(kv + to_row[:, None] + d[None, :], tokens, mask=mask)
         _store_state(

@@ -1,9 +1,9 @@
 """Attention of single new tokens over paged caches, split along the cache (Flash-Decoding).
 
-The work of a step is a list of units, each a stretch of one sequence's cache; `DecodeUnits` makes
-it. A fixed number of programs takes (unit, KV head) pairs in turn, so that a captured graph serves
-any lengths; a second kernel joins the units of a sequence. Query heads of a KV head are computed
-together: each key and value is read once.
+The work of a step is a list of units, each a range of one sequence's cache, held by `DecodeUnits`.
+A fixed number of programs takes (unit, KV head) pairs in turn, so that a captured graph serves any
+lengths; a second kernel joins the units of a sequence. Query heads of a KV head are computed
+together, so each key and value is read once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zipage.kernels.triton.launch import num_multiprocessors
 _TILE_BYTES = 32768
 _TILE = 128
 _PROGRAMS_PER_SM = 3
-# (unit, head) pairs a program may have; a sequence is cut no further than one tile each.
+# Most (unit, head) pairs per program; a unit is never smaller than one tile.
 _MOST_PAIRS = 8
-# What starting a unit and joining it costs, in slots.
+# Cost of starting and joining a unit, in slots.
 _UNIT_OVERHEAD = 48
 
 
@@ -149,7 +149,7 @@ def _join_kernel(
             lse = tl.load(partial_lse + entry, mask=head < NUM_HEADS, other=float("-inf"))
             part = tl.load(partial + entry[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
             new_top = tl.maximum(top, lse)
-            # Heads that do not exist keep -inf: their difference must not become NaN.
+            # Padding heads keep -inf: their difference must not become NaN.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             weight = tl.exp2(lse - base)
             shrink = tl.exp2(top - base)
@@ -171,7 +171,7 @@ class DecodeUnits:
     Attributes:
         units: ``[U', 4]`` int32: sequence, row of its query, first slot, end slot.
         unit_starts: ``[S' + 1]`` int32: the units of sequence s are
-            ``[starts[s], starts[s + 1])``; none for one that is not decoding.
+            ``[starts[s], starts[s + 1])``; none if it is not decoding.
         num_units: ``[1]`` int32, U <= U'.
         fill: whether row s of the output is zeroed where sequence s has no units; S' is then the
             number of rows.
@@ -202,7 +202,7 @@ class DecodeAttention:
         self.set_programs(_PROGRAMS_PER_SM * num_multiprocessors(spec.device))
 
     def set_programs(self, count: int) -> None:
-        """Run this many programs; allocates the workspace for as many units as that can mean."""
+        """Run this many programs; allocates the workspace for the most units they can need."""
         spec = self.cache.spec
         self.num_programs = count
         self.max_units = self._max_sequences + -(-_MOST_PAIRS * count // spec.num_kv_heads)
@@ -214,7 +214,7 @@ class DecodeAttention:
     def plan(
         self, cache_lens: np.ndarray, rows: np.ndarray, decoding: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Cut the caches of the decoding sequences into units of about equal size.
+        """Split the caches of the decoding sequences into units of about equal size.
 
         Args:
             cache_lens: ``[S]`` valid slots.
@@ -238,7 +238,7 @@ class DecodeAttention:
         return units, starts
 
     def _cut(self, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Size and number of each sequence's units, for the earliest end of the last program."""
+        """Size and number of each sequence's units, so that the last program ends earliest."""
         heads, programs = self.cache.spec.num_kv_heads, self.num_programs
         total = int(lens.sum())
         best_end, best = 0, (lens, lens)
@@ -246,7 +246,7 @@ class DecodeAttention:
             wanted = -(-total * heads // (programs * pairs))
             wanted = -(-max(wanted, 1) // self._tile) * self._tile
             counts = -(-lens // wanted)
-            # Equal units of a sequence, in whole tiles.
+            # Units of a sequence are equal, in whole tiles.
             size = -(-lens // np.maximum(counts, 1))
             size = -(-size // self._tile) * self._tile
             counts = -(-lens // np.maximum(size, 1))

@@ -56,7 +56,7 @@ def add_rms_norm_into(
 
     Args:
         x: ``[T', E]``.
-        parts: ``[S, T', E]`` or ``[T', E]``, or None for nothing to add.
+        parts: ``[S, T', E]`` or ``[T', E]``, or None to add nothing.
         weight: ``[E]``.
         eps: added to the mean of squares.
         out: ``[T', E]``.
@@ -90,7 +90,7 @@ def add_rms_norm(
 
     Args:
         x: ``[T', E]``.
-        parts: ``[S, T', E]``, as of `skinny_linear`, or ``[T', E]``, or None for nothing to add.
+        parts: ``[S, T', E]`` from `skinny_linear`, ``[T', E]``, or None to add nothing.
         weight: ``[E]``.
         eps: added to the mean of squares.
     """

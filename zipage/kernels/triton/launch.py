@@ -1,18 +1,18 @@
-"""What launches have in common."""
+"""What all kernel launches share."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-#: Options of kernels that hand sums of products from thread to thread. Fused into the first
-#: addition, a product leaves a sum other last bits in each of the threads that share it, and
-#: Triton lets any of them write it.
+#: Options of kernels that reduce sums of products across threads. If a product is fused into the
+#: first addition, the threads that share a sum hold different last bits of it, and Triton lets any
+#: of them write it.
 UNFUSED = {"enable_fp_fusion": False}
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 of a CPU, where Triton's interpreter stands in for it."""
+    """Multiprocessors of a GPU; 1 for a CPU, where Triton's interpreter replaces the GPU."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -20,7 +20,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory a program may have; no limit on a CPU."""
+    """Bytes of shared memory a program may use; no limit on a CPU."""
     if device.type != "cuda":
         return 1 << 30
     index = torch.cuda.current_device() if device.index is None else device.index

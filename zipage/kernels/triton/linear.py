@@ -1,8 +1,8 @@
 """Matrix products whose rows do not depend on their number: one tile shape, one order of sums.
 
-Libraries choose tiles, and whether to split the sum, by the number of rows, so that a row's last
-bits depend on the batch. Here an element of the result is always the sum over K in steps of DEPTH,
-by one program. The tile depends on the weight's shape and dtype alone.
+Libraries choose tiles, and whether to split the sum, by the number of rows, so a row's last bits
+depend on the batch. Here one program always sums an element of the result over K in steps of DEPTH.
+The tile depends only on the weight's shape and dtype.
 
 Letters: M rows, K inputs, N outputs.
 """
@@ -18,13 +18,13 @@ import triton.language as tl
 from zipage.models.fp8 import FP8, Fp8Rows
 
 _INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# Row tiles whose products with one tile of weights follow one another, and find it in the L2.
+# Row tiles multiplied in succession with the same tile of weights, which stays in the L2 cache.
 _GROUP = 16
-# Fewer outputs are cut into narrower tiles, or too few programs would read the weights.
+# With fewer outputs, tiles are narrower, or too few programs would read the weights.
 _FEW_OUTPUTS = 8192
 
 
-# The number of rows must not choose between compiled kernels.
+# The number of rows must not select among compiled variants.
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x,  # [M, K]
@@ -67,7 +67,7 @@ def _product_kernel(
         if _INTERPRETED:  # the interpreter keeps bf16 and fp8 as raw bits, and would multiply those
             a, b = a.to(tl.float32), b.to(tl.float32)
         if SCALED:
-            # Sums of fp8 products have few bits in the tensor cores: no longer than this.
+            # Tensor cores sum fp8 products with few bits, so no sum may be longer than this.
             total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=DEPTH)
         else:
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
@@ -97,7 +97,7 @@ def linear(
         weight: ``[N, K]``, contiguous.
         bias: ``[N]`` or None.
         out: ``[M, N]``, contiguous, to be filled; a new tensor if None.
-        add: add to what is in `out`, before rounding.
+        add: add to the content of `out`, before rounding.
 
     Returns:
         ``[M, N]`` in the dtype of `x`.
@@ -132,7 +132,7 @@ def _launch(
     if not len(x):
         return out
     scaled = x.dtype == FP8
-    # Products of fp32 are made by the plain cores, from registers.
+    # Products of fp32 run on CUDA cores, from registers.
     wide = x.dtype == torch.float32
     rows, depth = (32, 32) if wide else (64, 128)
     columns = 32 if wide or outputs < _FEW_OUTPUTS else 64

@@ -1,7 +1,7 @@
-"""Where the tokens of a request lie in the pool: device functions of the compression kernels.
+"""Addresses of a request's tokens in the pool: device functions of the compression kernels.
 
 Shapes as in `zipage.cache.kv_cache`: keys and values ``[L, N, 2, H, b, D]``, state
-``[L, N, H, b]``. Offsets are 64-bit, for a pool may hold more than 2^31 elements.
+``[L, N, H, b]``. Offsets are 64-bit, as a pool may hold more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def text_positions(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Text positions of cache slots `slot`: stored below `num_scored`, else in slot order."""
+    """Text positions of cache slots `slot`: stored ones below `num_scored`, else in slot order."""
     is_stored = slot < num_scored
     at = state_slots(table, slot, mask, layer, head, num_blocks, KV_HEADS, BLOCK)
     stored = tl.load(positions + at, mask=mask & is_stored, other=0)

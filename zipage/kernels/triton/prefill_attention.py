@@ -1,6 +1,6 @@
 """Causal attention of several new tokens of a sequence over its paged cache.
 
-A program computes one tile of query rows: some successive new tokens times the query heads of one
+A program computes one tile of query rows: some consecutive new tokens times the query heads of one
 KV head, so that each key and value is read once for all of them (FlashAttention-2,
 arXiv 2307.08691, over pages).
 """
@@ -18,8 +18,8 @@ from zipage.cache.kv_cache import KVCache
 from zipage.kernels.triton.fp8 import from_fp8, query_operand
 from zipage.kernels.triton.launch import shared_memory
 
-# Queries take at most this share of the shared memory, and keys of a step this one: there are
-# values too, maybe those of another step.
+# Queries take at most 1 / this of the shared memory, and the keys of a step 1 / the next: values
+# need space too, perhaps for two steps.
 _QUERIES_SHARE = 2
 _KEYS_SHARE = 5
 
@@ -78,7 +78,7 @@ def _attend_tile(
     return new_top, total, out
 
 
-# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+# One compiled kernel for all steps: a graph's inputs may have any alignment in its buffer.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["tables", "cache_lens", "tiles"],
@@ -131,13 +131,13 @@ def _prefill_kernel(
         logit_scale = (factor * (scale_log2 * tl.load(kv_scales + kv_head)))[:, None]
     else:
         logit_scale = scale_log2
-    # Rows without a token see what the last one sees: their softmax stays finite.
+    # Rows without a token see what the last token sees, so that their softmax stays finite.
     limit = context + tl.minimum(token, fresh - 1)
     end = tl.minimum(cache_len, context + first + TOKENS)
     unmasked = (context + first + 1) // TILE * TILE
     if INVARIANT:
-        # Which slots are masked for all rows depends on the chunk; with and without a mask the
-        # same arithmetic may be compiled to other roundings.
+        # Which slots need no mask for any row depends on the chunk, and code with and without a
+        # mask may be compiled to different rounding.
         unmasked = 0
     table = tables + seq * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -156,7 +156,7 @@ def _prefill_kernel(
     if QUANTISED:
         out *= tl.load(kv_scales + NUM_KV_HEADS + kv_head)
     pointer = attended + ((row + token)[:, None] * NUM_HEADS + head[:, None]) * DIM + dim[None, :]
-    # Padding of a graph has no cache.
+    # Padding sequences of a graph have no cache.
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(pointer, (out / total[:, None]).to(attended.dtype.element_ty), mask=mask)
 
@@ -184,7 +184,7 @@ class PrefillAttention:
         group = spec.num_heads // spec.num_kv_heads
         small = spec.dtype == torch.float32
         self._invariant = batch_invariant
-        # Single tokens are tiles of their own there, and use few of the rows.
+        # Then single tokens are tiles too, and use few of the rows.
         most = 64 if batch_invariant else 128
         self._dim_padded = max(16, triton.next_power_of_2(spec.head_dim))
         size, memory = self._dim_padded * spec.dtype.itemsize, shared_memory(spec.device)
@@ -195,11 +195,11 @@ class PrefillAttention:
         self._tile = 32 if small else 64
         while self._tile > 16 and self._tile * size * _KEYS_SHARE > memory:
             self._tile //= 2
-        #: New tokens of a tile.
+        #: New tokens per tile.
         self.tokens_per_tile = self._rows // group
 
     def plan(self, query_start: np.ndarray, prefilling: np.ndarray) -> np.ndarray:
-        """Cut the new tokens of the prefilling sequences into tiles.
+        """Split the new tokens of the prefilling sequences into tiles.
 
         Args:
             query_start: ``[S + 1]``, where each sequence's rows start.

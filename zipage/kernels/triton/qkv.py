@@ -18,7 +18,7 @@ from zipage.kernels.triton.launch import UNFUSED
 _HEADS = 8
 
 
-# One compiled kernel whatever the step: a graph's inputs lie anywhere in its buffer.
+# One compiled kernel for all steps: a graph's inputs may have any alignment in its buffer.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping", "capture"])
 def _qkv_kernel(
     qkv,  # [T', (Q + 2 H) D]
@@ -92,7 +92,7 @@ def _qkv_kernel(
 
     slot = tl.load(slot_mapping + row)
     if slot >= 0:
-        # Keys of all heads, then values of all heads, lie one after another in a block.
+        # A block holds the keys of all heads, then the values of all heads.
         tile = (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS) + tl.maximum(head - NUM_HEADS, 0)
         target = kv + (tile * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * DIM
         written = exists & (head >= NUM_HEADS)
@@ -150,7 +150,8 @@ def prepare_qkv(
         transform: norms and RoPE.
         step: the step's metadata.
         cache: the KV pool.
-        capture: whether to launch the kernel that can capture queries; None if `step` has some.
+        capture: whether to launch the kernel that can capture queries; None to launch it if `step`
+            captures any.
     """
     capture = step.any_capture if capture is None else capture
     spec = cache.spec
@@ -184,7 +185,7 @@ def prepare_qkv(
         CAPTURE=capture,
         QUANTISED=spec.is_quantised,
         HEADS=_HEADS,
-        # No more threads than numbers: the others would read them again while they are written.
+        # No more threads than numbers: surplus threads would read numbers while they are written.
         num_warps=min(4, max(1, _HEADS * half_padded // 32)),
         **UNFUSED,
     )

@@ -1,4 +1,4 @@
-"""Norm, SiLU-mul and plain rows in fp8, one launch each: what comes before fp8 products.
+"""Norm, SiLU-mul and plain rows in fp8, one launch each: the inputs of fp8 products.
 
 The reference is `zipage.models.fp8.TorchElementwise`. One program handles one row, so that its
 scale, 1/448 of its largest value, is known before anything is written.
@@ -17,13 +17,13 @@ from zipage.kernels.triton.fp8 import scale_of, to_fp8
 from zipage.kernels.triton.skinny_linear import plan_skinny, scaled_skinny_linear
 from zipage.models.fp8 import FP8, Fp8Rows
 
-# Values of a row that a program holds at once where it goes over the row twice.
+# Values of a row that a program holds at once if it reads the row twice.
 _TILE = 4096
 
 
 @triton.jit
 def _gated(source, column, mask, WIDTH: tl.constexpr, SILU_MUL: tl.constexpr):
-    """Values of a row: as they are, or SiLU of the gate times what follows WIDTH later."""
+    """Values of a row: unchanged, or SiLU of the gate times the value WIDTH columns later."""
     values = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
     if SILU_MUL:
         up = tl.load(source + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def _rows_kernel(
     for first in range(0, WIDTH, TILE):
         column = first + tl.arange(0, TILE)
         values = tl.abs(_gated(source, column, column < WIDTH, WIDTH, SILU_MUL))
-        # Written so that NaN stays.
+        # Written so that NaN propagates.
         peaks = tl.where(values <= peaks, peaks, values)
     scale = scale_of(peaks)
     tl.store(scales + row, scale)
@@ -84,7 +84,7 @@ class SkinnyProducts:
 
     Args:
         processors: multiprocessors of the device.
-        memory: bytes of shared memory a program may have.
+        memory: bytes of shared memory a program may use.
     """
 
     def __init__(self, processors: int, memory: int) -> None:

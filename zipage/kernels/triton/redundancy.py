@@ -2,10 +2,11 @@
 
 The torch reference is `zipage.compression.scores.redundancy`. Similarities are symmetric, so the
 sum of a row of S is that of its column: `similarity_columns` reads the keys once per column tile
-and leaves, for each column, its sum and the newest row above the threshold with its value;
-`spared_means` takes those values out of their rows' sums. No atomics: equal input, equal bits.
+and writes, for each column, its sum and the newest row above the threshold with its value;
+`spared_means` subtracts those values from their rows' sums. No atomics, so results are bitwise
+reproducible.
 
-A scope is what a key is compared with: its block, or the whole cache.
+A scope is the set of keys that a key is compared with: its block, or the whole cache.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def similarity_columns(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sum of each column of S but for its diagonal, and its newest row above the threshold.
+    """Sum of each column of S without its diagonal, and its newest row above the threshold.
 
-    Similarities are of directions, so that keys are taken without their scale.
+    Similarities compare directions, so keys are read without their scale.
 
     Grid ``(scopes * tiles_per_scope, L * H)``. Writes, all ``[L, H, T]``: sums, text positions of
     the newest rows (-1: none), and their similarities (0 if none).
@@ -141,7 +142,7 @@ def spared_means(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Row means of S over tau, with what each column spares left out: ``[L, H, T]``.
+    """Row means of S over tau, without the entries that columns spare: ``[L, H, T]``.
 
     Grid ``(scopes * tiles_per_scope, L * H)``.
     """

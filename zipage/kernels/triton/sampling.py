@@ -1,11 +1,10 @@
-"""Penalties, and draws cut by min-p, top-k and top-p, without a word to the host.
+"""Penalties, and draws filtered by min-p, top-k and top-p, without host synchronisation.
 
-R rows of logits, V token ids, D draws, B blocks of 256 tokens. A draw needs one read of its row,
-by as many programs as there are: the maximum and the mass of each block. One program then finds
-what is kept and draws. No token below the k-th largest block maximum is among the k most likely
-ones, so that a few blocks hold all candidates; where they do not (a nucleus of more tokens, ties
-without end) the same searches run over the whole row. Masses are summed in fp64, as by the
-reference, `zipage.execution.categorical`.
+R rows of logits, V token ids, D draws, B blocks of 256 tokens. A draw needs one read of its row, by
+many programs, for the maximum and the mass of each block. One program then finds the tokens kept
+and draws. No token below the k-th largest block maximum is among the k most likely ones, so a few
+blocks hold all candidates; where they do not (a larger nucleus, many ties), the same searches run
+over the whole row. Masses are summed in fp64, as in the reference, `zipage.execution.categorical`.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-#: Numbers of one draw: see `draw_rows`.
+#: Numbers per draw, see `draw_rows`.
 COLUMNS = 7
 _BLOCK = 256
 _TILE = 4096
-#: A nucleus is looked for first among tokens as likely as so many block maxima.
+#: A nucleus is first searched among tokens at least as likely as this many block maxima.
 _NUCLEUS_BLOCKS = 128
 
 
@@ -43,7 +42,7 @@ def _scaled(row, token, mask, peak, inverse_temperature):
 
 @triton.jit
 def _tile(row, kept, held, num, start, peak, inverse_temperature, TILE: tl.constexpr):
-    """Scores `start` and on of `num`: the candidates if `held` is `num`, the row's if it is 0."""
+    """Scores from `start` on, of `num`: of the candidates if `held` is `num`, of the row if 0."""
     at = start + tl.arange(0, TILE)
     candidates = tl.load(kept + at, mask=at < held, other=float("-inf"))
     others = _scaled(row, at, (at >= held) & (at < num), peak, inverse_temperature)
@@ -64,9 +63,9 @@ def _search(
     row, kept, held, num, peak, inverse_temperature, floor, goal, COUNT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """The largest score from `floor` on whose equals and betters reach `goal`; else `floor`.
+    """The largest score >= `floor` such that it and all larger ones reach `goal`; else `floor`.
 
-    Halves the interval of bits, whose ends jump to scores that exist.
+    Bisects the interval of bit patterns, moving its ends to scores that occur.
     """
     low = _key(floor)
     high = tl.full((), 0, tl.int64)
@@ -135,7 +134,7 @@ def _draw_kernel(
     nucleus = top_p < 1.0
     bare = floor == float("-inf")
     token = tl.full((), 0, tl.int32)
-    # Unusable logits are reported by the host; their token only has to be one.
+    # The host reports unusable logits; here their token only has to be a legal id.
     if tl.abs(peak) < float("inf"):
         if bare & (limited == 0) & (nucleus == 0):
             ends = tl.cumsum(mass, 0)
@@ -152,7 +151,7 @@ def _draw_kernel(
             token = tl.minimum(token, tl.max(tl.where(weight > 0.0, inner, 0), 0))
             token += first * BLOCK
         else:
-            # Nothing that is kept lies below `bound`, save where a nucleus proves larger.
+            # No token kept lies below `bound`, unless a nucleus proves larger.
             low = _key(tl.full((), float("-inf"), tl.float32))
             if limited | bare:
                 high = tl.full((), 0, tl.int64)
@@ -221,7 +220,7 @@ def _draw_kernel(
 def draw_rows(
     logits: torch.Tensor, peaks: torch.Tensor, table: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """As `zipage.execution.categorical.draw_rows`; `logits` may have any dtype."""
+    """Like `zipage.execution.categorical.draw_rows`; `logits` may have any dtype."""
     count, vocab_size = len(table), logits.shape[1]
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     padded = triton.next_power_of_2(num_blocks)

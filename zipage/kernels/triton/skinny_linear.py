@@ -1,4 +1,4 @@
-"""Products of few rows with a weight matrix, in parts that the kernel after them sums.
+"""Products of few rows with a weight matrix, in parts that the next kernel sums.
 
 A decode step's products are bound by reading the weights. A narrow matrix has too few tiles for
 all multiprocessors, so its columns are split too; the parts of the sum, in fp32, are added by the
@@ -15,11 +15,11 @@ import triton.language as tl
 
 from zipage.models.fp8 import FP8, Fp8Rows
 
-# More rows are left to the library.
+# Products with more rows are left to the library.
 _MOST_ROWS = 128
-# Up to this many in two bytes, two programs fit the shared memory of a multiprocessor.
+# With at most this many rows in two bytes, two programs fit a multiprocessor's shared memory.
 _FEW_ROWS = 64
-# Share of the multiprocessors that more rows must keep busy, or the library is faster.
+# With more rows, the share of multiprocessors to keep busy; below it the library is faster.
 _BUSY = 0.85
 # Rows of the weight a program multiplies at once, and bytes of each.
 _COLUMNS = 64
@@ -45,7 +45,7 @@ def _skinny_kernel(
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
-    # Sums of fp8 products have few bits in the matrix units: no longer than this.
+    # Tensor cores sum fp8 products with few bits, so their sums must be no longer than this.
     IMPRECISE: tl.constexpr = 128 if SCALED else 0
     width: tl.constexpr = K // SPLITS
     k = split * width + tl.arange(0, STEP)
@@ -55,7 +55,7 @@ def _skinny_kernel(
     weights = weight + column[:, None].to(tl.int64) * K + k[None, :]
     inputs = x + row[:, None] * K + k[None, :]
     for _ in range(0, width, STEP):
-        # The weights are the left operand: its rows must be many for the matrix units.
+        # The weights are the left operand, of which tensor cores need many rows.
         a = tl.load(weights)
         b = tl.trans(tl.load(inputs, mask=exists[:, None], other=0.0))
         total = tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
@@ -70,7 +70,7 @@ def _skinny_kernel(
 
 @dataclass(frozen=True)
 class SkinnyPlan:
-    """How a product is cut.
+    """How a product is split.
 
     Attributes:
         splits: parts of the sum.
@@ -84,17 +84,17 @@ class SkinnyPlan:
 
 
 def plan_skinny(rows: int, weight: torch.Tensor, processors: int, memory: int) -> SkinnyPlan | None:
-    """How to cut the product of `rows` rows with a weight; None if it is not for this kernel.
+    """How to split the product of `rows` rows with a weight; None if this kernel is unsuitable.
 
-    For few rows in two bytes, one and a half programs for each multiprocessor hide most of a
-    program's start and end. For more rows, and in fp8, which is read fast, one program with a deep
-    pipeline is better than more parts.
+    For few rows in two bytes, one and a half programs per multiprocessor hide most of a program's
+    start and end. For more rows, and in fp8, which is read fast, one program with a deep pipeline
+    is better than more parts.
 
     Args:
         rows: rows of the other factor.
         weight: ``[N, K]`` in fp8 or a 2-byte dtype, contiguous.
         processors: multiprocessors of the device.
-        memory: bytes of shared memory a program may have. Where it is small, fewer steps are in
+        memory: bytes of shared memory a program may use. If it is small, fewer steps are in
             flight.
     """
     n, k = weight.shape
@@ -150,7 +150,7 @@ def scaled_skinny_linear(
         weight: ``[N, K]`` fp8, contiguous.
         scale: ``[N]`` fp32.
         plan: from `plan_skinny`.
-        dtype: of the parts.
+        dtype: dtype of the parts.
 
     Returns:
         ``[splits, R, N]``, whose sum over the first dimension is the product.

@@ -1,13 +1,13 @@
 """Attention the window's queries pay to each cached token.
 
 The torch reference is `zipage.compression.scores.window_attention`. Softmax needs its sum before
-two rows can be compared, and w·G rows of T weights are too many to store, so the logits are
-computed twice: `window_statistics` leaves each row's maximum and sum per part of the cache,
-`window_scores` computes the weights and reduces them over the query heads of the KV head and the
-window. All G heads of a KV head share one read of its keys.
+rows can be compared, and w·G rows of T weights are too many to store, so the logits are computed
+twice: `window_statistics` writes each row's maximum and sum per part of the cache, `window_scores`
+computes the weights and reduces them over the query heads of the KV head and the window. All G
+heads of a KV head share one read of its keys.
 
-Rows are (query i, head g) pairs, g fastest, with G padded to a power of two. Where they are more
-than ROWS, they are cut along the window.
+Rows are (query i, head g) pairs, g fastest, with G padded to a power of two. If there are more
+than ROWS, they are split along the window.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _load_queries(
     DIM_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``[ROWS, DIM_PAD]`` queries, zero where there is none, and the factor of their logits."""
+    """``[ROWS, DIM_PAD]`` queries, zero for padding, and the factor of their logits."""
     row = tl.arange(0, ROWS)
     i = row_chunk * (ROWS // GROUP_PAD) + row // GROUP_PAD
     g = row % GROUP_PAD
@@ -170,7 +170,7 @@ def _load_statistics(
     ROW_CHUNKS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """``[ROWS]`` maximum and inverse sum over the whole cache; the inverse is 0 if padding."""
+    """``[ROWS]`` maximum and inverse sum over the whole cache; the inverse is 0 for padding."""
     row = tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)
     at = (layer_head * num_parts + part[:, None]) * (ROW_CHUNKS * ROWS)
@@ -194,7 +194,7 @@ def _reduce_group(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """``[ROWS, TILE]`` weights to ``[TILE]``: over the heads, then over the queries."""
+    """Reduce ``[ROWS, TILE]`` weights to ``[TILE]``: over the heads, then over the queries."""
     if GROUP_MAX and WINDOW_MAX:
         reduced = tl.max(weights, 0)
     elif GROUP_MAX == WINDOW_MAX:
@@ -238,13 +238,13 @@ def window_scores(
 ):
     """Weights of one part of the cache, reduced: ``[L, H, T]``. Grid ``(num_parts, 1, L * H)``."""
     part = tl.program_id(0)
-    # From the last layer back: its keys are what `window_statistics` left in the L2 cache.
+    # From the last layer back, as `window_statistics` left its keys in the L2 cache.
     layer_head = tl.num_programs(2) - 1 - tl.program_id(2)
     layer = layer_head // KV_HEADS
     head = layer_head % KV_HEADS
     row = tl.arange(0, ROWS)
     factor = (1.0 if GROUP_MAX else 1.0 / GROUP) * (1.0 if WINDOW_MAX else 1.0 / WINDOW)
-    # A row that is NaN anywhere is NaN everywhere, and so is what it is reduced to; max drops NaN.
+    # A row with any NaN is all NaN and so must be its reduction, but max ignores NaN.
     maximum, inverse = _load_statistics(
         maxima, sums, layer_head, 0, num_parts,
         GROUP, GROUP_PAD, WINDOW, ROWS, ROW_CHUNKS, PARTS,
