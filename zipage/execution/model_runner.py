@@ -173,8 +173,8 @@ class ModelRunner:
         else:
             return
         raise ConfigError(
-            f"{self.device} is out of memory, though the plan fitted: other processes took some "
-            f"meanwhile, or the KV pool leaves too little: lower its size or memory_utilization "
+            f"{self.device} is out of memory, though the plan fitted: memory was taken meanwhile "
+            f"by others, or the KV pool leaves too little: lower its size or memory_utilization "
             f"({self.memory_plan})"
         ) from cause
 

@@ -138,7 +138,8 @@ def measure(runner: ModelRunner, spec: KVCacheSpec, memory: DeviceMemory, free: 
     memory.release()
     config = runner.config
     raise ConfigError(
-        f"{runner.device} is out of memory before the KV pool, measuring {stage}: lower "
+        f"{runner.device} is out of memory before the KV pool is allocated, measuring "
+        f"{stage}: lower "
         f"max_num_batched_tokens={config.max_num_batched_tokens}, "
         f"max_num_seqs={config.max_num_seqs} or max_model_len={runner.max_model_len}, or take "
         f"a smaller model (until then: {plan})"

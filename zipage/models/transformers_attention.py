@@ -102,7 +102,7 @@ class Probe:
         if not self.modules:
             raise ModelError("its code does not call transformers' attention interface")
         if len({id(module) for module in self.modules}) < len(self.modules):
-            raise ModelError("a module calls attention more than once in a forward pass")
+            raise ModelError("a module attends more than once in a forward pass")
         kinds = sorted(set(self.shapes))
         if len(kinds) > 1:
             raise ModelError(

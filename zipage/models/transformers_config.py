@@ -227,7 +227,7 @@ def _causal_class(source: Any, raw: Mapping[str, Any]) -> Any:
     model_class = CAUSAL_CLASSES[type(source)]
     if names and model_class.__name__ not in names:
         raise ModelError(
-            f"it is not a causal language model; that of model_type {source.model_type!r} is "
+            f"it is no causal language model; that of model_type {source.model_type!r} is "
             f"{model_class.__name__}"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
