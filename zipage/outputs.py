@@ -154,7 +154,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the n, from 0.
-        text: the generated text, without the stop string unless it was asked for.
+        text: the generated text, without the stop string unless it was requested.
         token_ids: the generated tokens, including the end-of-sequence or stop token if there was
             one.
         cumulative_logprob: sum of the sampled tokens' log-probabilities; None without

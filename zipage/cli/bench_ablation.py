@@ -88,7 +88,7 @@ def ablation(
 ) -> None:
     """Run the same work repeatedly, with one thing changed at a time.
 
-    Groups: async (compression beside decoding), slots (query slots; hybrid scheduling; admission),
+    Groups: async (asynchronous compression), slots (query slots; hybrid scheduling; admission),
     prefix (prefix cache, on requests that share prefixes), redundancy (lightning, raw, none),
     overlap (steps scheduled ahead), ample (compression with ample memory), budget,
     graphs (CUDA graphs). The base runs first and last. Exit code 1 if a cell failed.

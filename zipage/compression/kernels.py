@@ -90,7 +90,7 @@ def make_kernels(
 
     Raises:
         ConfigError: `choice` is unknown, or does not fit the pool or this machine.
-        NativeUnavailable: native kernels were asked for and cannot be built.
+        NativeUnavailable: native kernels were requested and cannot be built.
     """
     spec = cache.spec
     if choice not in get_args(KernelChoice):

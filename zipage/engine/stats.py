@@ -20,7 +20,7 @@ class FinishedCompletion:
         prompt_tokens: tokens of the prompt, cached ones included.
         generated_tokens: tokens of the answer.
         max_tokens: most tokens it could have generated.
-        n: answers its request asked for.
+        n: number of answers its request asked for.
         metrics: its times and KV cache events.
     """
 

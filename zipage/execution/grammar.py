@@ -186,7 +186,7 @@ def schema_fault(schema: Mapping[str, Any]) -> str | None:
     try:
         llguidance: Any = importlib.import_module("llguidance")
     except ImportError:
-        return None  # whoever wants to use it is told
+        return None  # reported when a form is compiled
     form = StructuredOutputsParams(json=schema)
     try:
         grammar = _grammar(llguidance, form)

@@ -50,7 +50,7 @@ class DecoderLayer(WeightHolder):
         down_weight, down_bias: ``[E, I]`` and ``[E]`` or None.
         qkv_scale, o_scale, gate_up_scale, down_scale: scales of fp8 weights, ``[rows]`` fp32, else
             None.
-        moe: a mixture of experts in place of gate, up and down, which are None then; or None.
+        moe: a mixture of experts that replaces gate, up and down (then None); or None.
     """
 
     input_norm: torch.Tensor

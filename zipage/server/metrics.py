@@ -94,7 +94,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("vllm:request_generation_tokens", "Tokens of the answer.", None),
     ("vllm:request_max_num_generation_tokens", "Tokens of the answer.", None),
     ("vllm:request_params_max_tokens", "Most tokens the answer could have.", None),
-    ("vllm:request_params_n", "Answers asked for.", _CHOICES),
+    ("vllm:request_params_n", "Answers requested.", _CHOICES),
 )
 
 

@@ -39,7 +39,7 @@ def policy_names() -> tuple[str, ...]:
 
 
 def default_window(name: str) -> int:
-    """Window of the policy called `name` unless the engine is told otherwise."""
+    """Window of the policy called `name` unless the engine's options set it."""
     return _POLICIES[name].default_window if name in _POLICIES else Policy.default_window
 
 

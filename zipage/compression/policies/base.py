@@ -78,7 +78,7 @@ class Policy(ABC):
 
     Attributes:
         name: its name for users.
-        default_window: tokens of the window unless the engine is told otherwise.
+        default_window: tokens of the window unless the engine's options set it.
 
     Raises:
         ConfigError: an option has an illegal value.
