@@ -29,7 +29,7 @@ def check_writable(option: str, path: Path | None) -> None:
     elif not path.parent.is_dir():
         cause = f"there is no folder {str(path.parent)!r}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        cause = "permission denied"
+        cause = "that is not permitted"
     else:
         return
     raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
