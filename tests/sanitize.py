@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for what the processes print")
     parser.add_argument("tests", nargs="*", default=TESTS)
     options = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer, a part of the CUDA toolkit, is not on the path")
     part, parts = map(int, options.part.split("/"))
     names = collect(options.tests)[part - 1 :: parts]
     logs = options.logs or Path(tempfile.mkdtemp())

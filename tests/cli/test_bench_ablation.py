@@ -26,6 +26,7 @@ from zipage.bench.ablation import (
     with_ratios,
 )
 from zipage.bench.ablation_work import Work
+from zipage.cli.bench_ablation import notes
 
 BASE_CONFIG = EngineConfig(kv_budget=256, block_size=64, max_num_seqs=16)
 RANDOM = Work("tiny", num_requests=4, scale=0.2, output_len=100)
@@ -271,6 +272,19 @@ def test_ratios() -> None:
     assert ratios == pytest.approx([1, 2.0, 50 / 210, 1.1], rel=0.01)
     rows[0] = {"cell": rows[0]["cell"], "status": "failed", "error": ""}
     assert [r["ratio"] for r in with_ratios(rows)][:2] == [None, None]
+
+
+def test_notes_under_the_table() -> None:
+    def of(*rows: dict[str, Any]) -> str:
+        return "\n".join(notes(with_ratios(rows)))
+
+    assert of(row("base", 100), row("x", 110)) == ""
+    steady = of(row("base", 100), row("x", 110), row("base, again", 105))
+    assert "mean of the two base rows" in steady and "say little" not in steady
+    for speed, factor in ((150, "1.50"), (50, "0.50")):
+        noisy = of(row("base", 100), row("x", 110), row("base, again", speed))
+        assert f"factor of {factor}" in noisy and "say little" in noisy
+    assert "cut" in of(row("base", 100), row("x", 110, status="cut"))
 
 
 def test_a_cut_row_is_compared_over_equal_work() -> None:

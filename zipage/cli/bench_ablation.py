@@ -18,6 +18,8 @@ from zipage.cli.tables import print_table
 from zipage.cli.writing import check_writable
 from zipage.errors import ConfigError
 
+#: Ratio of the two base rows up to which the others mean something.
+_STEADY = 1.1
 #: The default workload's answers have up to 1,800 tokens.
 _DEFAULT_BUDGET = 512
 _GROUPS = "async,slots,prefix,redundancy,overlap,ample,budget,graphs"
@@ -93,7 +95,7 @@ def ablation(
     overlap (steps scheduled ahead), ample (compression with ample memory), budget,
     graphs (CUDA graphs). The base runs first and last. Exit code 1 if a cell failed.
     """
-    from zipage.bench.ablation import BASE_AGAIN, run_ablation, with_ratios
+    from zipage.bench.ablation import run_ablation, with_ratios
 
     if plot is not None:
         from zipage.bench.plots import check_plotting
@@ -114,14 +116,10 @@ def ablation(
     for row in run_ablation(cells, options, work, json_file, seconds):
         rows.append(row)
         console.print(_one_line(row), highlight=False, markup=False)
-    print_table(ablation_rows(with_ratios(rows)))
-    if BASE_AGAIN in {row["cell"]["label"] for row in rows}:
-        console.print(
-            "ratio: to the mean of the two base rows (theirs to the first of them); where memory "
-            "is ample, to the first row of the group"
-        )
-    if any(row["status"] == "cut" for row in rows):
-        console.print("* cut off: compared over the work it has done", highlight=False)
+    compared = with_ratios(rows)
+    print_table(ablation_rows(compared))
+    for note in notes(compared):
+        console.print(note, highlight=False)
     if plot is not None:
         from zipage.bench.plots import plot_ablation
 
@@ -214,6 +212,27 @@ def ablation_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         *(["right"] if scored else []),
     ]
     return [heading, *([row["cell"]["label"], *_cells(row)] for row in rows)]
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know about the rows of `with_ratios`."""
+    from zipage.bench.ablation import BASE_AGAIN
+
+    lines = []
+    noise = {row["cell"]["label"]: row["ratio"] for row in rows}.get(BASE_AGAIN)
+    if noise is not None:
+        lines.append(
+            "ratio: to the mean of the two base rows (theirs to the first of them); where memory "
+            "is ample, to the first row of the group"
+        )
+        if not 1 / _STEADY < noise < _STEADY:
+            lines.append(
+                f"the two base rows did the same work and differ by a factor of {noise:.2f}: "
+                "something else used the machine, and the ratios say little"
+            )
+    if any(row["status"] == "cut" for row in rows):
+        lines.append("* cut off: compared over the work it has done")
+    return lines
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
