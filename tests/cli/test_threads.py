@@ -1,12 +1,16 @@
-"""How OpenMP's threads wait in the commands."""
+"""How many OpenMP threads compute in the commands, and how they wait."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from zipage.cli import threads
 
 SHOW = """
 import os, sys
@@ -32,3 +36,82 @@ def test_threads_spin_briefly_unless_the_user_chose(chosen: dict[str, str], expe
         check=True,
     )
     assert f"spins {expected}" in told.stdout
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for /proc/stat of a machine with four CPUs of four cores, all of them allowed."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 100 0 100 900 10 0 0 0 7 0\ncpu0 1 2 3\n")
+    for cpu in range(4):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu}\n")
+    monkeypatch.setattr(threads, "_STAT", stat)
+    monkeypatch.setattr(threads, "_CORES", tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # whatever is set is undone behind the test
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    return stat
+
+
+def pass_time(stat: Path, monkeypatch: pytest.MonkeyPatch, ticks: tuple[int, ...]) -> None:
+    def sleep(seconds: float) -> None:
+        then = (100, 0, 100, 900, 10, 0, 0, 0)
+        now = [a + b for a, b in zip(then, ticks, strict=True)]
+        stat.write_text(f"cpu {' '.join(map(str, now))} 9 0\n")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "expected"),
+    [
+        ((0, 0, 0, 400, 0, 0, 0, 0), None),
+        ((10, 0, 10, 370, 10, 0, 0, 0), None),
+        ((90, 0, 10, 300, 0, 0, 0, 0), "3"),
+        ((40, 50, 30, 100, 60, 10, 10, 100), "2"),  # waiting for a disk is idle, stolen time is not
+        ((300, 0, 100, 0, 0, 0, 0, 0), "1"),
+        ((0, 0, 0, 0, 0, 0, 0, 0), None),
+    ],
+)
+def test_idle_cores_compute(
+    ticks: tuple[int, ...],
+    expected: str | None,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pass_time(machine, monkeypatch, ticks)
+    threads.use_idle_cores()
+    assert os.environ.get("OMP_NUM_THREADS") == expected
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (expected in ("1", "2"))
+    assert all(f"{expected} of 4 threads" in message for message in warned)
+
+
+def test_no_more_threads_than_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu in range(4):
+        file = machine.parent / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        file.write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    pass_time(machine, monkeypatch, (100, 0, 0, 300, 0, 0, 0, 0))
+    threads.use_idle_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("content", [None, "", "cpu one two"])
+def test_systems_that_do_not_say(
+    content: str | None, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.unlink()
+    if content is not None:
+        machine.write_text(content)
+    threads.use_idle_cores()
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_the_user_decides(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_time(machine, monkeypatch, (400, 0, 0, 0, 0, 0, 0, 0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads.use_idle_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "3"

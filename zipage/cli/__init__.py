@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from zipage import __version__
 from zipage.cli import bench, demo, eval, generate, info, serve, top
+from zipage.cli.threads import spin_briefly
 from zipage.cli.writing import writing
 from zipage.errors import ZipageError
 
@@ -26,7 +27,7 @@ class ZipageGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exit code 2 on a `ZipageError`, 1 on a full disk, 130 on Ctrl-C."""
-        _spin_briefly()
+        spin_briefly()
         try:
             return super().invoke(ctx)
         except ZipageError as error:
@@ -42,17 +43,6 @@ class ZipageGroup(TyperGroup):
                 raise
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
-
-
-def _spin_briefly() -> None:
-    """Make waiting OpenMP threads give up their core soon, unless the user has set this.
-
-    By default GNU OpenMP spins for milliseconds, and where other programs compete for the cores,
-    this takes a core from the very thread that is waited for. Not spinning at all would be 50 %
-    slower: a step has hundreds of short waits. The setting is read when torch is imported.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 
 app = typer.Typer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,9 +43,7 @@ def demo(
     ] = 4096,
     threads: Annotated[
         int | None,
-        typer.Option(
-            help="CPU threads. Default: OMP_NUM_THREADS if set, else as many as cores are idle."
-        ),
+        typer.Option(help="CPU threads. Default: OMP_NUM_THREADS, else as many as cores are idle."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write both results to this file.")
@@ -75,14 +72,9 @@ def demo(
             zipage_side,
         )
         from zipage.demo.view import View, introduction, result_table, verdict
-        from zipage.evals.machine import describe_machine, idle_threads
+        from zipage.evals.machine import describe_machine
         from zipage.evals.problems import generate_problems
 
-        usual = torch.get_num_threads()
-        few = None
-        if threads is None and "OMP_NUM_THREADS" not in os.environ:
-            threads = idle_threads()
-            few = threads if threads < usual else None
         if threads is not None:
             torch.set_num_threads(threads)
         chosen = generate_problems(
@@ -101,9 +93,6 @@ def demo(
         warm_up(sides)
     for line in introduction(chosen, pool_tokens, block_size, kv_budget):
         console.print(line, highlight=False, soft_wrap=True)
-    if few is not None:
-        message = f"Other programs use the cores: {few} of {usual} threads (--threads)."
-        console.print(message, highlight=False, soft_wrap=True)
     pool = {"num_kv_blocks": pool_tokens // block_size}
     results = []
     for side in sides:
