@@ -6,7 +6,6 @@ Commands import torch and the engine when they run, so that `zipage --help` is i
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from typing import Annotated, Any
 
