@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.invoke import invoke
+from zipage import ConfigError
 from zipage.cli import threads
 
 SHOW = """
@@ -80,12 +83,15 @@ def test_idle_cores_compute(
     expected: str | None,
     machine: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    logged: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        threads.logger, "log", lambda level, text, *values: logged.append((level, text % values))
+    )
     pass_time(machine, monkeypatch, ticks)
     threads.use_idle_cores()
     assert os.environ.get("OMP_NUM_THREADS") == expected
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warned = [message for level, message in logged if level == logging.WARNING]
     assert len(warned) == (expected in ("1", "2"))
     assert all(f"{expected} of 4 threads" in message for message in warned)
 
@@ -115,3 +121,24 @@ def test_the_user_decides(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     threads.use_idle_cores()
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("bench", "bench offline"),
+        ("bench_ablation", "bench ablation"),
+        ("demo", "demo"),
+        ("eval", "eval"),
+        ("generate", "generate hi"),
+        ("serve", "serve"),
+    ],
+)
+def test_every_command_that_runs_an_engine(
+    module: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def called() -> None:
+        raise ConfigError("called")
+
+    monkeypatch.setattr(f"zipage.cli.{module}.use_idle_cores", called)
+    assert "called" in invoke(*command.split()).stderr

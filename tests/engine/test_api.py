@@ -194,6 +194,7 @@ def test_empty_batch_and_single_prompts(llm: LLM) -> None:
         ({"compression": "full", "policy_options": {"lam": 1}}, "no meaning"),
         ({"compression": "full", "kv_budget": -5}, "kv_budget=-5 must be an integer >= 1"),
         ({"max_model_len": 10**6}, "8192 positions"),
+        ({"max_model_len": 1}, "max_model_len=1 must be an integer >= 2"),
         ({"memory_utilization": 0.0}, r"\(0, 1\]"),
         ({"max_num_seqs": True}, "must be an integer"),
         ({"enable_prefix_caching": "false"}, "must be True or False"),

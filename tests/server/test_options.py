@@ -72,6 +72,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "num_sinks": st.integers(0, 64),
     "protect_prompt": st.floats(0, 1),
     "max_num_seqs": st.integers(1, 1 << 16),
+    "max_model_len": st.integers(2, 2**31 - 1),
     "admission": st.just("optimistic"),
     "attention_backend": st.just("torch"),
     "log_level": st.sampled_from(["debug", "error"]),

@@ -19,6 +19,7 @@ from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
+from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import check_writable, write_json
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def offline(
     live KV cache once per step, at the speed of a copy measured in the same run.
     Progress goes to stderr, as a line every ten seconds if that is not a terminal.
     """
+    use_idle_cores()
     check_writable("--json", json_file)
     options = dict(engine)
     with contextlib.ExitStack() as stack:

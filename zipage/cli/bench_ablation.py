@@ -15,6 +15,7 @@ from zipage.bench.workloads import PRESETS
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.tables import print_table
+from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import check_writable
 from zipage.errors import ConfigError
 
@@ -95,6 +96,7 @@ def ablation(
     overlap (steps scheduled ahead), ample (compression with ample memory), budget,
     graphs (CUDA graphs). The base runs first and last. Exit code 1 if a cell failed.
     """
+    use_idle_cores()
     from zipage.bench.ablation import run_ablation, with_ratios
 
     if plot is not None:

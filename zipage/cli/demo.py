@@ -10,6 +10,7 @@ from rich.console import Console
 
 from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
+from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import check_writable, write_json
 from zipage.errors import ConfigError
 
@@ -59,6 +60,8 @@ def demo(
     check_writable("--json", json_file)
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads} must be at least 1")
+    if threads is None:
+        use_idle_cores()
     console = Console()
     with console.status("loading the model"):
         import torch

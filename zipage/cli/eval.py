@@ -13,6 +13,7 @@ from zipage.cli.logs import with_logging
 from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.tables import print_table
+from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import check_writable, write_json, writing
 from zipage.errors import ConfigError
 
@@ -91,6 +92,7 @@ def evaluate(
     policy and budget. An answer is correct if the last \\boxed{...} of the reply is exactly the
     reference. Exit code 1 if a request failed.
     """
+    use_idle_cores()
     from zipage.evals.machine import describe_machine
     from zipage.evals.report import accuracy_rows, detail_rows
     from zipage.evals.report import markdown as markdown_report

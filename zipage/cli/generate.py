@@ -24,6 +24,7 @@ from zipage.cli.records import (
     output_record,
     read_records,
 )
+from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import writing
 from zipage.errors import EngineDeadError, RequestError, ZipageError
 from zipage.sampling_params import SamplingParams
@@ -109,6 +110,7 @@ def generate(
     greedy. A bad record of a JSONL file is reported and gets an output line with its 'error'; the
     others are answered, and the exit code is 1. Ctrl-C writes what is finished and exits with 130.
     """
+    use_idle_cores()
     _check_outputs(file, output, trace)
     records, is_batch = _read_input(prompt, file, input_format)
     if not records:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from zipage.cli.options import CommandOption, with_options
-from zipage.cli.threads import use_idle_cores
 from zipage.observe.logs import LEVELS, configure_logging
 
 _Level = enum.Enum("_Level", {name: name for name in LEVELS}, type=str)  # type: ignore[misc]
@@ -55,7 +54,7 @@ def _options(level: str) -> list[CommandOption]:
 
 
 def with_logging(command: Callable[..., Any], level: str = "warning") -> Callable[..., Any]:
-    """Give a command `--log-level` and `--log-format`; set up log and threads before it runs.
+    """Give a command `--log-level` and `--log-format`, and set up the log before it runs.
 
     Args:
         command: the command.
@@ -65,8 +64,6 @@ def with_logging(command: Callable[..., Any], level: str = "warning") -> Callabl
     @functools.wraps(command)
     def configured(*, logs: dict[str, Any], **arguments: Any) -> Any:
         configure_logging(**logs)
-        if arguments.get("threads") is None:
-            use_idle_cores()
         return command(**arguments)
 
     return with_options("logs", _options(level))(configured)

@@ -16,6 +16,7 @@ import typer
 from zipage.cli.interrupt import die_on_interrupt
 from zipage.cli.logs import with_logging
 from zipage.cli.options import class_options, engine_options, with_options
+from zipage.cli.threads import use_idle_cores
 from zipage.config import EngineConfig
 from zipage.errors import ConfigError
 from zipage.server.settings import ServerSettings
@@ -117,6 +118,7 @@ def serve(
     --drain-timeout seconds. Exit code 1 if the engine stopped.
     """
     with die_on_interrupt():
+        use_idle_cores()
         if "ZIPAGE_API_KEYS" in os.environ and not server["api_keys"]:
             # An unset variable in a compose file gives this, and is not meant to open the server.
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")

@@ -159,13 +159,13 @@ def plan_pool(
     budget = config.kv_budget if config.compresses else None
     least = config.max_blocks_of(budget) or 1
     least = min(least, -(-max_model_len // config.block_size))
-    if config.num_kv_blocks is not None and blocks < least:
-        raise ConfigError(
-            f"{source} is too few: one request needs at least {least} blocks of "
-            f"{config.block_size} tokens (kv_budget={budget}, max_model_len={max_model_len}): "
-            f"raise it, or lower kv_budget"
-        )
     if blocks < least:
+        if config.num_kv_blocks is not None:
+            raise ConfigError(
+                f"{source} is too few: one request needs at least {least} blocks of "
+                f"{config.block_size} tokens (kv_budget={budget}, max_model_len={max_model_len}): "
+                f"raise it, or lower kv_budget"
+            )
         raise ConfigError(
             f"{source} gives {max(0, blocks)} KV blocks of {block_bytes(spec):,} bytes "
             f"({config.block_size} tokens) after {slots:,} bytes for {spec.num_query_slots} query "

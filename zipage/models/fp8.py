@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
+from zipage.cache.quantisation import FP8_MAX
 from zipage.errors import ConfigError
 from zipage.execution.faults import is_out_of_memory
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from zipage.models.decoder import Decoder
 
 FP8 = torch.float8_e4m3fn
-#: The largest number of e4m3, 448.
-FP8_MAX = torch.finfo(FP8).max
 #: `torch._scaled_mm` requires both sides of a weight to be multiples of this.
 FP8_ALIGNMENT = 16
 # Most weights quantised at once: 64 MiB in fp32.
