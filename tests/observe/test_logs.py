@@ -21,16 +21,6 @@ from zipage.observe.logs import JsonFormatter, TextFormatter, configure_logging
 SECRET = "a prompt nobody may read in a log"
 
 
-@pytest.fixture
-def package_log() -> Any:
-    """The package's logger as it was, afterwards."""
-    logger = logging.getLogger("zipage")
-    handlers, level = list(logger.handlers), logger.level
-    yield logger
-    logger.handlers[:], logger.level = handlers, level
-    logger.setLevel(level)
-
-
 def run_all_kinds(llm: Any) -> None:
     """Requests that end, are preempted, swapped, compressed, refused, aborted and fail."""
     llm.generate(prompts(7), [greedy(130, compression="off")] + [greedy(100)] * 6)
@@ -70,7 +60,7 @@ def test_events_carry_the_request_id(small_model: Path, caplog: pytest.LogCaptur
     assert len(finished) == 7 and {r.generated_tokens for r in finished} == {100, 130}
     assert all(r.e2e_time > r.time_to_first_token > 0 for r in finished)
     assert len(find("refused")) == 2
-    assert "its prompt is not legal" in find("request spoilt")[0].getMessage()
+    assert "its prompt is not legal" in find("request 'spoilt'")[0].getMessage()
     assert "max_tokens=10000" in find("request without id")[0].getMessage()
     assert len(find("aborted")) == 1
     (failed,) = find("failed after")
@@ -83,6 +73,17 @@ def test_events_carry_the_request_id(small_model: Path, caplog: pytest.LogCaptur
     compressed = find("compressed from 48 to 32")
     assert compressed and {r.levelname for r in compressed} == {"DEBUG"}
     assert all((r.length, r.kept) == (48, 32) and r.seconds > 0 for r in compressed)
+
+
+def test_a_refused_id_is_quoted(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No handler need be able to write what was refused."""
+    with make_small_llm(small_model) as llm, caplog.at_level(logging.INFO, "zipage"):
+        caplog.clear()
+        with pytest.raises(RequestError, match="request_id"):
+            llm.engine.add_request(prompts(1)[0], greedy(3), "a\n\ud800")
+    (message,) = caplog.messages
+    assert message.startswith(r"request 'a\n\ud800' is refused: ")
+    message.encode()
 
 
 def test_info_is_a_few_lines_a_request(small_model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,9 +136,7 @@ def test_a_text_message_is_one_line() -> None:
     assert stream.getvalue().endswith("KeyError: 'lost'\n")
 
 
-def test_configuring_twice_writes_once(
-    package_log: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_configuring_twice_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("debug", "json")
     configure_logging("info", "text")
     logging.getLogger("zipage.engine.core").info("heard")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import re
 import signal
@@ -165,16 +164,6 @@ def processes() -> Iterator[list[Process]]:
         if one.process.poll() is None:
             one.process.kill()
             one.process.wait()
-
-
-@pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    """Commands set the log up for their process, which is that of the tests here."""
-    logger = logging.getLogger("zipage")
-    handlers, level = list(logger.handlers), logger.level
-    yield
-    logger.handlers[:] = handlers
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -62,9 +62,9 @@ class RequestAccounts:
         """A request was refused; `why` must not quote its prompt."""
         self._counters.requests_refused += 1
         name = request_id if isinstance(request_id, str) else None
-        logger.info(
-            "request %s is refused: %s", name or "without id", why, extra={"request_id": name}
-        )
+        # Quoted: of all ids in the log, this one may have been refused for what it holds.
+        shown = repr(name) if name else "without id"
+        logger.info("request %s is refused: %s", shown, why, extra={"request_id": name})
 
     def accepted(self, request: EngineRequest, kv_budget: int | None) -> None:
         """A request was queued."""
