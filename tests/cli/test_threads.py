@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -45,26 +47,31 @@ def test_threads_spin_briefly_unless_the_user_chose(chosen: dict[str, str], expe
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in for /proc/stat of a machine with four CPUs of four cores, all of them allowed."""
     stat = tmp_path / "stat"
-    stat.write_text("cpu 100 0 100 900 10 0 0 0 7 0\ncpu0 1 2 3\n")
+    stat.write_text(content([]))
     for cpu in range(4):
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu}\n")
     monkeypatch.setattr(threads, "_STAT", stat)
     monkeypatch.setattr(threads, "_CORES", tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "_CGROUP", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # whatever is set is undone behind the test
     monkeypatch.delenv("OMP_NUM_THREADS")
     return stat
 
 
-def pass_time(stat: Path, monkeypatch: pytest.MonkeyPatch, ticks: tuple[int, ...]) -> None:
-    def sleep(seconds: float) -> None:
-        then = (100, 0, 100, 900, 10, 0, 0, 0)
-        now = [a + b for a, b in zip(then, ticks, strict=True)]
-        stat.write_text(f"cpu {' '.join(map(str, now))} 9 0\n")
+def content(ticks: Sequence[tuple[int, ...]]) -> str:
+    """/proc/stat after the first CPUs had these ticks, and the others none."""
+    then = (100, 0, 100, 900, 10, 0, 0, 0)
+    given = [*ticks, (), (), (), ()][:4]
+    now = [[a + b for a, b in zip_longest(then, cpu, fillvalue=0)] for cpu in given]
+    lines = [f"cpu{number} {' '.join(map(str, cpu))} 9 0" for number, cpu in enumerate(now)]
+    total = [sum(ticks) for ticks in zip(*now, strict=True)]
+    return "\n".join([f"cpu {' '.join(map(str, total))} 36 0", *lines, "ctxt 5"])
 
-    monkeypatch.setattr(time, "sleep", sleep)
+
+def pass_time(stat: Path, monkeypatch: pytest.MonkeyPatch, *ticks: tuple[int, ...]) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: stat.write_text(content(ticks)))
 
 
 @pytest.mark.parametrize(
@@ -100,18 +107,62 @@ def test_no_more_threads_than_cores(machine: Path, monkeypatch: pytest.MonkeyPat
     for cpu in range(4):
         file = machine.parent / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         file.write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    monkeypatch.setattr(threads.logger, "log", None)  # these are all that torch would take
     pass_time(machine, monkeypatch, (100, 0, 0, 300, 0, 0, 0, 0))
     threads.use_idle_cores()
     assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize("content", [None, "", "cpu one two"])
+@pytest.mark.parametrize(("allowed", "expected"), [({0, 1}, "1"), ({1, 2}, None)])
+def test_only_cpus_that_may_be_used_count(
+    allowed: set[int],
+    expected: str | None,
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed)
+    pass_time(machine, monkeypatch, (100, 0, 0, 0), (0, 0, 0, 100), (0, 0, 0, 100), (100, 0, 0, 0))
+    threads.use_idle_cores()
+    assert os.environ.get("OMP_NUM_THREADS") == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "250000 100000\n"}, "2"),
+        ({"cpu.max": "50000 100000\n"}, "1"),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "3"),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.max": "900000 100000\n"}, None),
+    ],
+)
+def test_the_limit_of_a_container(
+    files: dict[str, str], expected: str | None, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine.parent / "cpu").mkdir()
+    for name, text in files.items():
+        (machine.parent / name).write_text(text)
+    monkeypatch.setattr(threads.logger, "log", None)  # no other program is to blame
+    pass_time(machine, monkeypatch, *[(0, 0, 0, 100)] * 4)
+    threads.use_idle_cores()
+    assert os.environ.get("OMP_NUM_THREADS") == expected
+
+
+def test_an_empty_variable_is_not_set(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    pass_time(machine, monkeypatch, (400, 0, 0, 0, 0, 0, 0, 0))
+    threads.use_idle_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu0 one two", "cpu7 1 2 3 4 5 6 7 8"])
 def test_systems_that_do_not_say(
-    content: str | None, machine: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.unlink()
-    if content is not None:
-        machine.write_text(content)
+    if text is not None:
+        machine.write_text(text)
     threads.use_idle_cores()
     assert "OMP_NUM_THREADS" not in os.environ
 

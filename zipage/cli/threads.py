@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 _STAT = Path("/proc/stat")
 _CORES = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
 #: Seconds for which the cores are watched: 20 of the kernel's ticks for each.
 _WATCH = 0.2
 
@@ -30,41 +32,64 @@ def use_idle_cores() -> None:
     """Compute on the cores that are idle now, unless the user has set OMP_NUM_THREADS.
 
     A thread that waits for a core stops all others, hundreds of times per step: on two cores of
-    which another program uses one, one thread is ten times as fast as two. On an idle machine
-    nothing is set.
+    which another program uses one, one thread is ten times as fast as two. A container's limit of
+    CPU time counts like cores that are not there. On an idle machine nothing is set.
     """
-    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+    # An unset variable in a compose file gives an empty one, which OpenMP ignores.
+    if os.environ.get("OMP_NUM_THREADS") or not hasattr(os, "sched_getaffinity"):
         return
     cpus = os.sched_getaffinity(0)
-    idle = _idle_cpus(_WATCH)
-    if idle is None or idle >= len(cpus):
+    idle, allowed = _idle_cpus(cpus, _WATCH), _allowed_cpus()
+    usable = min(len(cpus) if idle is None else idle, allowed)
+    if usable >= len(cpus):
         return
-    threads = max(1, min(idle, _physical_cores(cpus)))
+    cores = min(_physical_cores(cpus), allowed)
+    threads = max(1, min(usable, cores))
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    logger.log(
-        logging.WARNING if 2 * threads <= len(cpus) else logging.INFO,
-        "other programs use the processor: %d of %d threads (OMP_NUM_THREADS sets their number)",
-        threads,
-        len(cpus),
-    )
+    if threads < cores:
+        logger.log(
+            logging.WARNING if 2 * threads <= cores else logging.INFO,
+            "other programs use the processor: %d of %d threads (OMP_NUM_THREADS sets their number)",
+            threads,
+            cores,
+        )
 
 
-def _idle_cpus(seconds: float) -> int | None:
-    """Logical CPUs of the machine that nothing uses, rounded; None if the system doesn't say."""
-    before = _cpu_times()
+def _idle_cpus(cpus: set[int], seconds: float) -> int | None:
+    """How many of these logical CPUs nothing uses, rounded; None if the system doesn't say."""
+    before = _cpu_times(cpus)
     time.sleep(seconds)
-    total, idle = (after - then for after, then in zip(_cpu_times(), before, strict=True))
-    return None if total <= 0 else round(idle / total * (os.cpu_count() or 1))
+    total, idle = (after - then for after, then in zip(_cpu_times(cpus), before, strict=True))
+    return None if total <= 0 else round(idle / total * len(cpus))
 
 
-def _cpu_times() -> tuple[int, int]:
-    """Ticks of all CPUs since boot, and the idle ones of these; zeros if that is not known."""
+def _cpu_times(cpus: set[int]) -> tuple[int, int]:
+    """Ticks of these CPUs since boot, and the idle ones of these; zeros if that is not known."""
+    names, total, idle = {f"cpu{cpu}" for cpu in cpus}, 0, 0
     try:
-        # user, nice, system, idle, iowait, irq, softirq, steal; then guests, counted in user.
-        times = [int(word) for word in _STAT.read_text().split()[1:9]]
-        return sum(times), times[3] + times[4]
+        for line in _STAT.read_text().splitlines():
+            name, *words = line.split()
+            if name in names:
+                # user, nice, system, idle, iowait, irq, softirq, steal; then guests, part of user.
+                times = [int(word) for word in words[:8]]
+                total += sum(times)
+                idle += times[3] + times[4]
     except (OSError, ValueError, IndexError):
         return 0, 0
+    return total, idle
+
+
+def _allowed_cpus() -> int:
+    """CPUs whose whole time a container may use: its quota for a period, of either version."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = " ".join((_CGROUP / file).read_text() for file in files).split()
+            quota, period = int(words[0]), int(words[1])
+        except (OSError, ValueError, IndexError):  # "max" is no limit, and so is -1
+            continue
+        if quota > 0 and period > 0:
+            return max(1, quota // period)
+    return sys.maxsize
 
 
 def _physical_cores(cpus: set[int]) -> int:
