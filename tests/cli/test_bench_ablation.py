@@ -251,9 +251,10 @@ def test_results_are_kept_and_not_measured_again(tmp_path: Path) -> None:
     assert again[2] == rows[2] and read_results(file) == (setting, again)
     with pytest.raises(ConfigError, match="other settings"):
         list(run_ablation(cells, {"kv_budget": 5}, RANDOM, file))
-    file.write_text("[]\n")
-    with pytest.raises(ConfigError, match="no results"):
-        read_results(file)
+    for content in (b"[]\n", b"\x89PNG"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="no results"):
+            read_results(file)
 
 
 # ---------------------------------------------------------------------- comparison
@@ -285,6 +286,8 @@ def test_notes_under_the_table() -> None:
         noisy = of(row("base", 100), row("x", 110), row("base, again", speed))
         assert f"factor of {factor}" in noisy and "say little" in noisy
     assert "cut" in of(row("base", 100), row("x", 110, status="cut"))
+    rows = [row("base", 100, machine={"threads": n}) for n in (2, 1)]
+    assert "1 and 2 threads" in of(*rows) and of(*rows[:1], row("failed", 1)) == ""
 
 
 def test_a_cut_row_is_compared_over_equal_work() -> None:

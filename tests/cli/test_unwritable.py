@@ -1,5 +1,7 @@
 """What commands do when their outputs can't be written: one line and exit code 1, no traceback."""
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -87,6 +89,42 @@ def test_results_that_are_not_permitted(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(typer.BadParameter, match="that is not permitted"):
             check_writable("--json", path)
         check_writable("--json", new if path is old else old)
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(typer.BadParameter, match=r"x\.json' can't be written: File name too long"):
+        check_writable("--json", Path("x" * 300 + ".json"))
+
+
+@pytest.mark.parametrize(
+    ("module", "printed", "command"),
+    [
+        ("bench", "_print", "bench offline --num-requests 1 --output-len 2"),
+        ("eval", "print_table", "eval --count 1 --min-tokens 0 --policies full --max-tokens 2"),
+    ],
+)
+def test_results_are_written_though_nobody_reads_the_table(
+    module: str, printed: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(f"zipage.cli.{module}.{printed}", leave)
+    file = tmp_path / "results.json"
+    result = invoke(*command.split(), "--num-kv-blocks", "64", "--json", str(file))
+    assert result.exit_code == 1
+    assert json.loads(file.read_text())["machine"]
+
+
+@needs_full
+def test_results_are_written_though_the_tables_cannot_be(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    result = invoke(
+        *("eval", "--count", "1", "--min-tokens", "0", "--policies", "full", "--max-tokens", "2"),
+        *("--num-kv-blocks", "64", "--markdown", str(FULL), "--json", str(file)),
+    )
+    assert result.exit_code == 1 and "No space left" in result.stderr
+    assert json.loads(file.read_text())["cells"]
 
 
 @needs_full

@@ -282,9 +282,9 @@ def read_results(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ConfigError: `file` is not such a file.
         OSError: it can't be read.
     """
-    lines = file.read_text(encoding="utf-8").splitlines()
     rows: dict[str, dict[str, Any]] = {}
     try:
+        lines = file.read_text(encoding="utf-8").splitlines()
         setting = json.loads(lines[0])["setting"]
         for line in lines[1:]:
             with contextlib.suppress(ValueError):

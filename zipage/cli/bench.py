@@ -100,7 +100,6 @@ def offline(
         results = run_offline(llm, requests, repeats, compare_full, watch)
         machine = describe_setting(llm)
     about = _about(workload, requests, scale)
-    _print(about, machine, results)
     record = {
         "workload": about,
         "engine": engine,
@@ -108,7 +107,10 @@ def offline(
         "runs": [result.as_dict() for result in results],
         "speed_ratio": speed_ratio(results),
     }
-    write_json(json_file, record)
+    try:
+        _print(about, machine, results)
+    finally:  # also after `| head`
+        write_json(json_file, record)
 
 
 def _about(name: str, requests: list[BenchRequest], scale: float) -> dict[str, Any]:

@@ -232,6 +232,10 @@ def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"the two base rows did the same work and differ by a factor of {noise:.2f}: "
                 "something else used the machine, and the ratios say little"
             )
+    threads = {row["machine"]["threads"] for row in rows if "machine" in row}
+    if len(threads) > 1:  # of a file whose rows were measured at different times
+        numbers = " and ".join(map(str, sorted(threads)))
+        lines.append(f"rows ran with {numbers} threads: their ratios say little")
     if any(row["status"] == "cut" for row in rows):
         lines.append("* cut off: compared over the work it has done")
     return lines

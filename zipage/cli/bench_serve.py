@@ -232,8 +232,10 @@ def serve(
         "body": dict(where.body),
     }
     report = {"serving": setting, "summary": summary, "requests": records(run)}
-    print_report(setting, summary)
-    write_json(json_file, report)
+    try:
+        print_report(setting, summary)
+    finally:  # also after `| head`
+        write_json(json_file, report)
     if plot is not None:
         from zipage.bench.plots import plot_serving
 

@@ -106,8 +106,6 @@ def demo(
         # The second side gets the same bytes; its scores and query slots come out of them.
         pool = {"kv_cache_memory": result.kv_bytes}
     full, zipage = results
-    console.print(result_table(full, zipage))
-    console.print(verdict(full, zipage), highlight=False, soft_wrap=True)
     record = {
         "settings": {
             "count": count,
@@ -127,7 +125,11 @@ def demo(
         "accuracy_difference_points": round(zipage.accuracy - full.accuracy, 2),
         "same_answers": same_answers(full, zipage),
     }
-    write_json(json_file, record)
+    try:
+        console.print(result_table(full, zipage))
+        console.print(verdict(full, zipage), highlight=False, soft_wrap=True)
+    finally:  # also after `| head`
+        write_json(json_file, record)
     failed = full.failed + zipage.failed
     if failed:
         console.print(f"[red]{failed} requests failed")

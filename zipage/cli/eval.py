@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,23 +112,30 @@ def evaluate(
             results.append(result)
             progress.clear()
             console.print(_one_line(result, found), highlight=False, markup=False)
-    print_table(accuracy_rows(results), title="Right answers", frame=box.HEAVY_HEAD)
-    print_table(detail_rows(results), keys=2, title="Cells", frame=box.HEAVY_HEAD)
     machine = describe_machine(engine["device"])
-    if markdown is not None:
-        description = _description(source, engine, max_tokens, machine)
-        long_ids = {p.problem_id for p in chosen if (p.cot_tokens or 0) >= long_tokens}
-        if len(long_ids) == len(chosen):
-            long_ids = set()
-        report = markdown_report(results, description, long_ids, long_tokens)
-        with writing(str(markdown)):
-            markdown.write_text(report, encoding="utf-8")
     cell_records = [result.to_dict() for result in results]
-    write_json(json_file, {"problems": source, "machine": machine, "cells": cell_records})
+    # Each of the three is written even if another can't be.
+    with contextlib.ExitStack() as after:
+        record = {"problems": source, "machine": machine, "cells": cell_records}
+        after.callback(write_json, json_file, record)
+        if markdown is not None:
+            description = _description(source, engine, max_tokens, machine)
+            long_ids = {p.problem_id for p in chosen if (p.cot_tokens or 0) >= long_tokens}
+            if len(long_ids) == len(chosen):
+                long_ids = set()
+            report = markdown_report(results, description, long_ids, long_tokens)
+            after.callback(_write_text, markdown, report)
+        print_table(accuracy_rows(results), title="Right answers", frame=box.HEAVY_HEAD)
+        print_table(detail_rows(results), keys=2, title="Cells", frame=box.HEAVY_HEAD)
     failed = sum(result.errors for result in results)
     if failed:
         console.print(f"[red]{failed} requests failed")
         raise typer.Exit(1)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with writing(str(path)):
+        path.write_text(text, encoding="utf-8")
 
 
 class _CellProgress:

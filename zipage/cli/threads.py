@@ -49,7 +49,7 @@ def use_idle_cores() -> None:
     if threads < cores:
         logger.log(
             logging.WARNING if 2 * threads <= cores else logging.INFO,
-            "other programs use the processor: %d of %d threads (OMP_NUM_THREADS sets their number)",
+            "other programs use the processor: %d of %d threads (OMP_NUM_THREADS overrides this)",
             threads,
             cores,
         )

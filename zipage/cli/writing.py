@@ -20,18 +20,22 @@ def check_writable(option: str, path: Path | None) -> None:
         path: the file; None if the option is not given.
 
     Raises:
-        typer.BadParameter: it is a folder, its folder does not exist, or it may not be written.
+        typer.BadParameter: it is a folder, its folder does not exist, its name is too long, or it may not be
+            written.
     """
     if path is None:
         return
-    if path.is_dir():
-        cause = "it is a folder"
-    elif not path.parent.is_dir():
-        cause = f"there is no folder {str(path.parent)!r}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        cause = "that is not permitted"
-    else:
-        return
+    try:
+        if path.is_dir():
+            cause = "it is a folder"
+        elif not path.parent.is_dir():
+            cause = f"there is no folder {str(path.parent)!r}"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            cause = "that is not permitted"
+        else:
+            return
+    except OSError as error:  # a folder that may not be searched, a name that is too long
+        cause = str(error.strerror)
     raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
 
 
