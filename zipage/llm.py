@@ -290,9 +290,6 @@ class LLM:
         """What the model's generation_config.json asks for; greedy unless it says ``do_sample``.
 
         `dataclasses.replace` changes single options.
-
-        Raises:
-            RequestError: the file has an illegal value.
         """
         return SamplingParams.from_dict(self.engine.core.runner.model_config.default_sampling())
 

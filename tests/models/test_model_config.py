@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,31 @@ def test_default_sampling() -> None:
     penalised = {"temperature": 0.0, "repetition_penalty": 1.1}
     assert defaults({"temperature": 0.6, "repetition_penalty": 1.1}) == penalised
     SamplingParams.from_dict(defaults(qwen))
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"do_sample": True, "top_p": 0.0}, "top_p=0.0 is not legal: must be a number above 0"),
+        ({"do_sample": True, "temperature": "0.6"}, "temperature='0.6' is not legal"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is not legal"),
+        ({"do_sample": "false"}, "do_sample must be true or false, got 'false'"),
+    ],
+)
+def test_illegal_sampling_defaults(
+    generation: dict[str, Any], message: str, checkpoint: Checkpoint, edited: Edited
+) -> None:
+    """Else every request without parameters would be refused for what it never said."""
+    path = edited(checkpoint("llama")[0])
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ModelError, match=re.escape(f"generation_config.json: {message}")):
+        load_model_config(path)
+
+
+def test_unused_sampling_defaults_may_be_illegal(checkpoint: Checkpoint, edited: Edited) -> None:
+    path = edited(checkpoint("llama")[0])
+    (path / "generation_config.json").write_text('{"do_sample": false, "top_p": 0, "top_k": null}')
+    assert load_model_config(path).default_sampling() == {"temperature": 0.0}
 
 
 def test_head_dim(checkpoint: Checkpoint, edited: Edited) -> None:

@@ -199,6 +199,9 @@ def test_special_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     config = read_config(path)
     assert config.eos_token_ids == (5, 6) and config.bos_token_id == 7
     assert config.generation_defaults == {"top_k": 30}
+    (path / "generation_config.json").write_text('{"do_sample": true, "min_p": 2}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: min_p=2 is not legal"):
+        read_config(path)
 
 
 def test_reading_a_configuration_builds_no_weights(tmp_path: Path) -> None:

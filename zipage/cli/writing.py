@@ -20,8 +20,7 @@ def check_writable(option: str, path: Path | None) -> None:
         path: the file; None if the option is not given.
 
     Raises:
-        typer.BadParameter: it is a folder, its folder does not exist, its name is too long, or it may not be
-            written.
+        typer.BadParameter: it is a folder, its folder does not exist, or it may not be written.
     """
     if path is None:
         return

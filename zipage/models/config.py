@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zipage.errors import ModelError
+from zipage.errors import ModelError, RequestError
 from zipage.models.checkpoint import is_gguf
 from zipage.models.config_values import (
     LARGEST_SIZE,
@@ -29,6 +29,7 @@ from zipage.models.config_values import (
 from zipage.models.registry import Architecture, MoENames, find_architecture
 from zipage.models.rope import RopeParameters, parse_rope_parameters
 from zipage.models.shapes import SHAPES
+from zipage.sampling_params import SamplingParams
 
 GENERATION_FIELDS = (
     "do_sample",
@@ -135,6 +136,21 @@ def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
         names = ("top_p", "top_k", "min_p")
         defaults |= {name: generation[name] for name in names if name in generation}
     return defaults
+
+
+def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of generation_config.json, unchanged.
+
+    Raises:
+        ModelError: requests without parameters of their own would be refused.
+    """
+    found = {key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None}
+    try:
+        flag(found, "do_sample")
+        SamplingParams.from_dict(default_sampling(found))
+    except (ModelError, RequestError) as error:
+        raise ModelError(f"generation_config.json: {error}") from None
+    return found
 
 
 def load_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
@@ -260,9 +276,7 @@ def _parse(
         eos_token_ids=token_ids(generation.get("eos_token_id"))
         or token_ids(raw.get("eos_token_id")),
         bos_token_id=bos_token_id,
-        generation_defaults={
-            key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None
-        },
+        generation_defaults=generation_defaults(generation),
         fused_projections=options.fused_projections,
         moe=_parse_moe(raw, options.moe, num_layers) if options.moe else None,
     )

@@ -59,7 +59,8 @@ possible here, because cached keys cannot be rotated again:
 
 **End and sampling.** All end tokens of `generation_config.json` end an answer. `LLM` without
 `SamplingParams`, and `zipage generate`, sample as that file says (greedily unless it has
-`do_sample: true`). `LLM.get_default_sampling_params()` returns these options.
+`do_sample: true`). `LLM.get_default_sampling_params()` returns these options. A file
+with sampling options that requests could not have is refused when the model is loaded.
 
 ## GGUF
 

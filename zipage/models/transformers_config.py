@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from zipage.errors import ModelError
-from zipage.models.config import GENERATION_FIELDS, default_sampling, read_json
+from zipage.models.config import default_sampling, generation_defaults, read_json
 from zipage.models.config_values import (
     LARGEST_SIZE,
     MALFORMED,
@@ -291,9 +291,7 @@ def _describe(
         eos_token_ids=token_ids(generation.get("eos_token_id"))
         or token_ids(getattr(source, "eos_token_id", None)),
         bos_token_id=generation.get("bos_token_id") if bos_token_id is None else bos_token_id,
-        generation_defaults={
-            key: generation[key] for key in GENERATION_FIELDS if generation.get(key) is not None
-        },
+        generation_defaults=generation_defaults(generation),
         source=source,
     )
 
