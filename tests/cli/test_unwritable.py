@@ -91,6 +91,40 @@ def test_results_that_are_not_permitted(tmp_path: Path, monkeypatch: pytest.Monk
         check_writable("--json", new if path is old else old)
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "other"),
+    [
+        ("eval", "--json", "--problems"),
+        ("eval", "--markdown", "--problems"),
+        ("eval", "--markdown", "--json"),
+        ("bench serve", "--json", "--trace"),
+        ("bench serve", "--json", "--prompts"),
+        ("bench serve", "--plot", "--json"),
+        ("bench ablation", "--plot", "--json"),
+    ],
+)
+def test_results_do_not_overwrite_each_other_or_the_input(
+    command: str, option: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr("zipage.llm.LLM.__init__", None)  # any work would fail
+    monkeypatch.setattr("asyncio.run", None)
+    monkeypatch.chdir(tmp_path)
+    line = json.dumps(
+        {"prompt": "x", "answer": "y", "arrival_s": 0, "input_tokens": 1, "output_tokens": 1}
+    )
+    Path("a.svg").write_text(line + "\n")
+    result = invoke(*command.split(), option, "./a.svg", other, "a.svg")
+    assert result.exit_code == 2
+    assert f"{option}: 'a.svg' can't be written: it is the file of {other}" in result.stderr
+    assert Path("a.svg").read_text() == line + "\n"
+
+
+def test_the_null_device_may_take_everything() -> None:
+    check_writable("--json", Path(os.devnull), {"--markdown": Path(os.devnull)})
+
+
 def test_a_name_that_is_too_long() -> None:
     with pytest.raises(typer.BadParameter, match=r"x\.json' can't be written: File name too long"):
         check_writable("--json", Path("x" * 300 + ".json"))

@@ -104,7 +104,7 @@ def ablation(
 
         check_plotting(plot)
     check_writable("--json", json_file)
-    check_writable("--plot", plot)
+    check_writable("--plot", plot, {"--json": json_file})
     console = Console(soft_wrap=True)
     cells, options, work = _plan(
         engine, workload, num_requests, output_len, scale, only, budgets, pool_share

@@ -217,8 +217,8 @@ def serve(
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=timeout,
     )
-    check_writable("--json", json_file)
-    check_writable("--plot", plot)
+    check_writable("--json", json_file, {"--prompts": prompts, "--trace": trace})
+    check_writable("--plot", plot, {"--json": json_file})
     run, where = asyncio.run(_run(where, requests, concurrency, warm))
     summary = summarize(run, objectives)
     setting = {

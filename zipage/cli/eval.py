@@ -99,8 +99,8 @@ def evaluate(
     from zipage.evals.report import markdown as markdown_report
     from zipage.evals.runner import plan_cells, run_cells
 
-    check_writable("--json", json_file)
-    check_writable("--markdown", markdown)
+    check_writable("--json", json_file, {"--problems": problems})
+    check_writable("--markdown", markdown, {"--problems": problems, "--json": json_file})
     console = Console(soft_wrap=True)
     chosen, source = _choose_problems(problems, count, _split(families), min_tokens, seed)
     cells = plan_cells(_split(policies), _budgets(budgets))

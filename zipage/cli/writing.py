@@ -12,15 +12,19 @@ from typing import Any, TextIO
 import typer
 
 
-def check_writable(option: str, path: Path | None) -> None:
+def check_writable(
+    option: str, path: Path | None, others: Mapping[str, Path | None] | None = None
+) -> None:
     """Check before any work is done that its results can be written. Creates nothing.
 
     Args:
         option: the option that names the file.
         path: the file; None if the option is not given.
+        others: files of other options, which the results must not overwrite.
 
     Raises:
-        typer.BadParameter: it is a folder, its folder does not exist, or it may not be written.
+        typer.BadParameter: it is a folder, its folder does not exist, it may not be written, or it
+            is the file of another option.
     """
     if path is None:
         return
@@ -31,11 +35,20 @@ def check_writable(option: str, path: Path | None) -> None:
             cause = f"there is no folder {str(path.parent)!r}"
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
             cause = "that is not permitted"
+        elif (same := _option_of(path, others or {})) is not None:
+            cause = f"it is the file of {same}"
         else:
             return
     except OSError as error:  # a folder that may not be searched, a name that is too long
         cause = str(error.strerror)
     raise typer.BadParameter(f"{str(path)!r} can't be written: {cause}", param_hint=option)
+
+
+def _option_of(path: Path, others: Mapping[str, Path | None]) -> str | None:
+    if path.exists() and not path.is_file():  # /dev/null
+        return None
+    file = path.resolve()
+    return next((o for o, other in others.items() if other and other.resolve() == file), None)
 
 
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
