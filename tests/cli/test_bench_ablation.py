@@ -365,6 +365,8 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(
         (["--model", "here"], "embedded model"),
         (["--only", "speed"], "legal are async"),
         (["--pool-share", "0"], "pool_share"),
+        (["--seconds", "0"], "seconds=0.0 must be a positive number"),
+        (["--seconds", "nan"], "seconds=nan must be a positive number"),
         (["--budgets", "many"], "integers"),
         (["--plot", "a.bmp2"], "format"),
     ],

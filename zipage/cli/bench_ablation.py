@@ -99,6 +99,8 @@ def ablation(
     use_idle_cores()
     from zipage.bench.ablation import run_ablation, with_ratios
 
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ConfigError(f"seconds={seconds} must be a positive number")
     if plot is not None:
         from zipage.bench.plots import check_plotting
 
