@@ -273,9 +273,13 @@ def test_trace_is_written_and_changes_nothing(tmp_path: Path) -> None:
         assert sum(keepers) == args["lists"] * 128
 
 
-def test_trace_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
-    result = generate(PROBLEM, "--trace", str(tmp_path / "missing" / "trace.json"))
-    assert result.exit_code == 2 and "the trace can't be written" in result.stderr
+def test_trace_that_cannot_be_written_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = generate(PROBLEM, "--trace", "missing/trace.json")
+    assert result.exit_code == 2
+    assert "--trace: 'missing/trace.json' can't be written: there is no folder" in result.stderr
     assert result.stdout == ""
 
 

@@ -51,6 +51,11 @@ def test_sizes_of_a_known_model_without_its_weights(qwen3_8b: str) -> None:
     assert found["max_blocks"] == 2048 // 256 + 1
 
 
+def test_8_bit_keys_and_values_take_half(qwen3_8b: str) -> None:
+    options = (qwen3_8b, "--dtype", "bfloat16", "--device", "cpu")
+    assert facts(*options, "--kv-cache-dtype", "fp8")["kv_bytes_per_token"] == 147_456 // 2
+
+
 def test_a_model_in_transformers_own_code(tmp_path: Path) -> None:
     pytest.importorskip("transformers.masking_utils")
     config = {

@@ -58,6 +58,8 @@ def test_full_disk_behind_standard_output(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("command", "option"),
     [
+        ("generate hello", "--output"),
+        ("generate hello", "--trace"),
         ("bench offline", "--json"),
         ("bench ablation", "--json"),
         ("bench ablation --only base", "--plot"),

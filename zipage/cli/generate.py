@@ -25,7 +25,7 @@ from zipage.cli.records import (
     read_records,
 )
 from zipage.cli.threads import use_idle_cores
-from zipage.cli.writing import writing
+from zipage.cli.writing import check_writable, writing
 from zipage.errors import EngineDeadError, RequestError, ZipageError
 from zipage.sampling_params import SamplingParams
 
@@ -184,6 +184,10 @@ def _check_utf8(text: str) -> None:
 
 def _check_outputs(file: Path | None, output: Path | None, trace: Path | None) -> None:
     """Report outputs that can't be written before the model is loaded."""
+    if output is not None and str(output) != "-":
+        check_writable("--output", output)
+    if trace is not None and str(trace) != "-":
+        check_writable("--trace", trace)
     if file is not None and file.is_file():
         for option, path in (("--output", output), ("--trace", trace)):
             if path is not None and path.exists() and path.samefile(file):

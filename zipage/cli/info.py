@@ -30,6 +30,7 @@ _OPTIONS = (
     "model_shape",
     "quantization",
     "max_model_len",
+    "kv_cache_dtype",
     "block_size",
     "kv_cache_memory",
     "kv_budget",
@@ -65,7 +66,7 @@ def info(
 ) -> None:
     """Show a model's sizes and how many requests fit the KV pool.
 
-    Reads only config.json. Requests are counted with full KV, at the given lengths, and with the
+    Reads no weights. Requests are counted with full KV, at the given lengths, and with the
     KV budget, where the length of the answer does not matter. Without --kv-cache-memory, several
     pool sizes are shown.
     """
@@ -97,7 +98,7 @@ def describe(
     Args:
         config: the engine's options.
         model_config: the model.
-        lengths: tokens of a request with full KV; None for powers of two up to the model's length.
+        lengths: tokens of a request with full KV; None for some powers of two and the model's length.
 
     Returns:
         Names to numbers, in bytes, tokens, blocks and requests. `fits` has an entry for each pool
@@ -246,7 +247,7 @@ def _print(name: str, facts: dict[str, Any]) -> None:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people: ``147.5 kB``-like, in binary units."""
+    """A size for people, in binary units, such as ``144.0 KiB``."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"

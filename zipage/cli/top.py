@@ -19,7 +19,7 @@ from rich.text import Text
 
 from zipage.errors import ConfigError
 
-#: Seconds over which rates and percentiles are taken.
+#: Seconds over which percentiles and shares are taken.
 _WINDOW = 60.0
 _TIMEOUT = 5.0
 _BARS = " ▁▂▃▄▅▆▇█"
