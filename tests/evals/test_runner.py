@@ -213,6 +213,15 @@ def test_all_options_are_checked_before_the_first_cell(
         list(run_cells(cells, short_problems(1), ENGINE, 200, tmp_path))
 
 
+def test_a_folder_that_may_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "run_cell", None)
+    monkeypatch.setattr(subject.os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match="out=.* is not permitted"):
+        list(run_cells([Cell(FULL, None)], short_problems(1), ENGINE, 200, tmp_path))
+
+
 def test_a_broken_result_is_named(tmp_path: Path) -> None:
     problems, cell = short_problems(1), Cell(FULL, None)
     path = subject.cell_path(tmp_path, cell, cell_settings(cell, problems, ENGINE, 200))

@@ -98,7 +98,8 @@ def describe(
     Args:
         config: the engine's options.
         model_config: the model.
-        lengths: tokens of a request with full KV; None for some powers of two and the model's length.
+        lengths: tokens of a request with full KV; None for some powers of two and the longest
+            text.
 
     Returns:
         Names to numbers, in bytes, tokens, blocks and requests. `fits` has an entry for each pool

@@ -340,6 +340,8 @@ def run_cells(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out={str(folder)!r} can't be used: {error}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"out={str(folder)!r} can't be used: writing to it is not permitted")
     for cell, wanted in zip(cells, settings, strict=True):
         path = None if folder is None else cell_path(folder, cell, wanted)
         if path is not None and path.exists():
