@@ -218,7 +218,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setattr(subject, "run_cell", None)
     monkeypatch.setattr(subject.os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ConfigError, match="out=.* is not permitted"):
+    with pytest.raises(ConfigError, match=r"out=.* is not permitted"):
         list(run_cells([Cell(FULL, None)], short_problems(1), ENGINE, 200, tmp_path))
 
 
