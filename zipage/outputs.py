@@ -41,8 +41,8 @@ class RequestMetrics:
         evicted_tokens: tokens evicted from each layer and KV head by these compressions.
         peak_blocks: longest block table. (During its first compression a request also holds
             replacements for the blocks it shares through the prefix cache; they do not count.)
-        preemptions: how often it lost its blocks and was recomputed.
-        swaps: how often its blocks were moved to host memory.
+        preemptions: how often it lost its blocks, to be recomputed or swapped in again.
+        swaps: how often of these its blocks were moved to host memory.
         cached_prompt_tokens: prompt tokens found in the prefix cache when first scheduled.
         arrival_time: when it was submitted, in seconds since the epoch.
         prefill_time: seconds from the first scheduled step to the first token, including

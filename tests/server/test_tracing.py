@@ -8,8 +8,11 @@ import pytest
 
 from tests.server.conftest import SUM, Client
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
-from zipage import AsyncLLM, ConfigError
+from zipage import AsyncLLM, ConfigError, SamplingParams
+from zipage.outputs import RequestMetrics, RequestOutput
+from zipage.server.generation import Job
 from zipage.server.settings import ServerSettings
+from zipage.server.tracing import RequestTracer
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -56,6 +59,16 @@ def test_a_span_of_a_request(engine: AsyncLLM, exporter: Any, stream: bool) -> N
     assert 0 < found["gen_ai.latency.time_to_first_token"] < found["gen_ai.latency.e2e"]
     seconds = (span.end_time - span.start_time) / 1e9
     assert found["gen_ai.latency.e2e"] <= seconds + 0.05 < found["gen_ai.latency.e2e"] + 5
+
+
+def test_a_swap_is_one_preemption(exporter: Any) -> None:
+    metrics = RequestMetrics(preemptions=3, swaps=2)
+    output = RequestOutput("a", None, [1], [], finished=True, metrics=metrics)
+    tracer = RequestTracer(exporter, "tiny")
+    tracer.ended({}, Job("a", None, [1], SamplingParams()), 0, output, None)
+    tracer.shutdown()
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes["zipage.preemptions"] == 3
 
 
 def test_prompts_have_spans_of_their_own(exporter: Any) -> None:

@@ -129,7 +129,7 @@ class RequestTracer:
                 "zipage.evicted_tokens": metrics.evicted_tokens,
                 "zipage.compression_time": metrics.compression_time,
                 "zipage.peak_blocks": metrics.peak_blocks,
-                "zipage.preemptions": metrics.preemptions + metrics.swaps,
+                "zipage.preemptions": metrics.preemptions,
                 "zipage.cached_prompt_tokens": metrics.cached_prompt_tokens,
             }
         return {name: value for name, value in found.items() if value is not None}
