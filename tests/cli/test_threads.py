@@ -149,6 +149,16 @@ def test_the_limit_of_a_container(
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
+def test_a_container_that_numbers_its_cpus_anew(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {12, 13, 14, 15})
+    monkeypatch.setattr(threads, "_physical_cores", len)
+    pass_time(machine, monkeypatch, (100, 0, 0, 300, 0, 0, 0, 0))
+    threads.use_idle_cores()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
 def test_an_empty_variable_is_not_set(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     pass_time(machine, monkeypatch, (400, 0, 0, 0, 0, 0, 0, 0))

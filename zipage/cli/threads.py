@@ -65,18 +65,18 @@ def _idle_cpus(cpus: set[int], seconds: float) -> int | None:
 
 def _cpu_times(cpus: set[int]) -> tuple[int, int]:
     """Ticks of these CPUs since boot, and the idle ones of these; zeros if that is not known."""
-    names, total, idle = {f"cpu{cpu}" for cpu in cpus}, 0, 0
+    names, times = {f"cpu{cpu}" for cpu in cpus}, {}
     try:
         for line in _STAT.read_text().splitlines():
-            name, *words = line.split()
-            if name in names:
+            if line.startswith("cpu"):
                 # user, nice, system, idle, iowait, irq, softirq, steal; then guests, part of user.
-                times = [int(word) for word in words[:8]]
-                total += sum(times)
-                idle += times[3] + times[4]
-    except (OSError, ValueError, IndexError):
+                name, *words = line.split()[:9]
+                times[name] = [int(word) for word in words]
+        # Some containers show their own CPUs, under other numbers.
+        found = [times[name] for name in (names if names <= times.keys() else ("cpu",))]
+        return sum(map(sum, found)), sum(one[3] + one[4] for one in found)
+    except (OSError, ValueError, LookupError):
         return 0, 0
-    return total, idle
 
 
 def _allowed_cpus() -> int:
