@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zipage.errors import ConfigError, shown
@@ -21,6 +22,8 @@ _INT64_MAX = 2**63 - 1
 #: Most sequences of a batch; their block tables are allocated at once.
 _MOST_SEQUENCES = 1 << 16
 _LARGEST_BLOCK = 1 << 16
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -353,17 +356,23 @@ def host_memory_available() -> int:
     """Bytes of host memory available without swapping, within a container's limit."""
     available = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            text = limit.read().strip()
-            if text != "max":
-                available = min(available, int(text) - int(used.read()))
-    except (OSError, ValueError):
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
         pass
+    for folder, limit, used, prefix in (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            left = int((_CGROUP / folder / limit).read_text())
+            left -= int((_CGROUP / folder / used).read_text())
+            lines = (_CGROUP / folder / "memory.stat").read_text().splitlines()
+            numbers = {name: int(value) for name, value in map(str.split, lines)}
+        except (OSError, ValueError):  # "max" is no limit
+            continue
+        # Cached files, such as weights that were read, count as used but make room.
+        left += sum(numbers.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+        available = min(available, left)
     return available

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.small_model import make_small_llm
 from tests.engine.workload import assert_empty, tokens_of
-from zipage import LLM, ConfigError, SamplingParams
+from zipage import LLM, ConfigError, SamplingParams, config
 from zipage.compression.compressor import Compressor
 from zipage.config import EngineConfig
 from zipage.engine.scheduler import StepPlan
@@ -94,6 +94,39 @@ def test_others_limit_the_pool_but_do_not_count_to_the_share(
 def test_on_the_host_nothing_is_planned(small_model: Path) -> None:
     with make_small_llm(small_model) as llm:
         assert llm.stats().memory is None
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "prefix"),
+    [
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_the_limit_of_a_container(
+    folder: str,
+    limit: str,
+    used: str,
+    prefix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of either version of cgroups; files in its page cache leave room."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    monkeypatch.setattr(config, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(config, "_CGROUP", tmp_path)
+    assert config.host_memory_available() == 8000 * 1024
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / used).write_text("3000000\n")
+    (group / "memory.stat").write_text(
+        f"anon 400000\n{prefix}inactive_file 2000000\n{prefix}active_file 600000\n"
+    )
+    (group / limit).write_text("4000000\n")
+    assert config.host_memory_available() == 4_000_000 - 400_000
+    for unlimited in ("max\n", f"{2**63 - 4096}\n"):
+        (group / limit).write_text(unlimited)
+        assert config.host_memory_available() == 8000 * 1024
 
 
 @pytest.mark.parametrize(
