@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.invoke import invoke
 from tests.server.conftest import Client
+from zipage import LLM
 from zipage.cli.serve import serve
 from zipage.config import EngineConfig
 from zipage.server.settings import ServerSettings
@@ -89,6 +90,21 @@ def test_every_flag_has_an_example(started: list[Any]) -> None:
     assert set(options) == named
     every = {flag for line in [*FLAGS, *COMMANDS] for flag in re.findall(r"--[a-z-]+", line)}
     assert len(every) >= len(serve.__signature__.parameters) - 2  # type: ignore[attr-defined]
+
+
+def test_engines_of_the_commands_start(started: list[Any]) -> None:
+    """Options that are legal alone may not be so together. Those for a GPU or other models can't
+    start here."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    count = 0
+    for command in COMMANDS:
+        assert invoke(*shlex.split(command)[1:]).exit_code == 0
+        options = {name: value for name, value in started[-1][0].items() if name in names}
+        if options["model"] or options["model_shape"] or options["quantization"]:
+            continue
+        LLM(**{**options, "num_kv_blocks": 200, "kv_cache_memory": None}).shutdown()
+        count += 1
+    assert count >= 6
 
 
 def test_endpoints_and_statuses_are_documented(client: Client) -> None:

@@ -64,7 +64,7 @@ with sampling options that requests could not have is refused when the model is 
 
 ## GGUF
 
-Run `pip install '.[gguf]'` in the repository, then pass `model="path/to/file.gguf"` or a
+Run `pip install -e '.[gguf]'` in the repository, then pass `model="path/to/file.gguf"` or a
 directory whose only weights are one GGUF file. Architectures: {gguf}. All quantisations that the
 gguf library can read are dequantised to the engine's dtype at load time, so the file is small but
 the running model is not. Config and tokenizer come from the file (from its copy of
