@@ -137,7 +137,7 @@ def test_sampling_options_reach_the_engine() -> None:
     stopped = generate(PROBLEM, "--stop", "Answer", "--include-stop-str-in-output")
     assert stopped.stdout.endswith("Answer\n")
     several = generate(PROBLEM, "--n", "2", "--max-tokens", "3").stdout.removesuffix("\n")
-    assert several.split("\n\n")[0] == several.split("\n\n")[1]
+    assert several == "--- answer 1 of 2 ---\n#1 74\n\n--- answer 2 of 2 ---\n#1 74", several
 
 
 @pytest.mark.parametrize("asynchronous", ["--async-compression", "--no-async-compression"])

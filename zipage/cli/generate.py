@@ -319,7 +319,9 @@ def _run_single(job: _Job, stream: TextIO) -> int:
                     shown = len(text)
     with writing("the output", stream):
         if last is not None and not streams:
-            stream.write("\n\n".join(completion.text for completion in last.outputs))
+            of = len(last.outputs)
+            texts = [f"--- answer {c.index + 1} of {of} ---\n{c.text}" for c in last.outputs]
+            stream.write("\n\n".join(texts))
         stream.write("\n")
         stream.flush()
     if stop.signal is not None:
