@@ -59,6 +59,10 @@ def test_events_carry_the_request_id(small_model: Path, caplog: pytest.LogCaptur
     finished = find("finished (length)")
     assert len(finished) == 7 and {r.generated_tokens for r in finished} == {100, 130}
     assert all(r.e2e_time > r.time_to_first_token > 0 for r in finished)
+    for record in finished:
+        told = f"{record.compressions} compressions ({record.evicted_tokens} tokens evicted)"
+        assert told in record.getMessage()
+    assert any(r.compressions and r.evicted_tokens for r in finished)
     assert len(find("refused")) == 2
     assert "its prompt is not legal" in find("request 'spoilt'")[0].getMessage()
     assert "max_tokens=10000" in find("request without id")[0].getMessage()

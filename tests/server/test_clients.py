@@ -23,6 +23,10 @@ def test_chat(sdk: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == ANSWER
     assert answer.choices[0].message.reasoning_content  # type: ignore[attr-defined]
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.model_extra == {
+        "compressions": 0,
+        "evicted_tokens": 0,
+    }
     text = ""
     with sdk.chat.completions.stream(model="zipage-tiny", messages=CHAT) as stream:
         for event in stream:

@@ -224,6 +224,7 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
     assert "is not a file" in fails("--chat-template", str(tmp_path / "none"))
     assert "block_size" in fails("--block-size", "7")
     assert "max_body_size" in fails("--max-body-size", "much")
+    assert "kv_budget=2048 must be at most max_kv_budget=1024" in fails("--max-kv-budget", "1024")
     config = tmp_path / "config.yaml"
     config.write_text("prot: 1\n")
     assert "did you mean port" in fails("--config", str(config))

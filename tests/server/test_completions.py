@@ -62,6 +62,34 @@ def test_usage_with_every_event(client: Client) -> None:
     assert counts == sorted(counts) and counts[-1] == 10 and counts[0] < 10
 
 
+def test_usage_tells_of_compressions(client: Client) -> None:
+    long = {"max_tokens": 120, "ignore_eos": True}
+    body = {"prompt": SUM, **long, "n": 2, "seed": 1, "temperature": 1.0, "kv_budget": 64}
+    whole = client.ok(URL, {**body, "return_kv_stats": True})
+    CompletionResponse.model_validate(whole, strict=True)
+    told = [choice["kv_stats"] for choice in whole["choices"]]
+    details = whole["usage"]["completion_tokens_details"]
+    assert details == {
+        "compressions": sum(len(stats["compressions"]) for stats in told),
+        "evicted_tokens": sum(stats["evicted_tokens"] for stats in told),
+    }
+    assert details["compressions"] > 2 and details["evicted_tokens"] > 32
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    usages = [event["usage"] for event in client.events(URL, {**body, "stream_options": options})]
+    assert usages[0]["completion_tokens_details"] == {"compressions": 0, "evicted_tokens": 0}
+    assert usages[-1]["completion_tokens_details"] == details
+    chat = {"messages": [{"role": "user", "content": SUM}], **long, "kv_budget": 64}
+    answer = client.ok("/v1/chat/completions", {**chat, "stream": False})["usage"]
+    respond = {"input": SUM, "max_output_tokens": 120, "ignore_eos": True, "kv_budget": 64}
+    response = client.ok("/v1/responses", respond)["usage"]
+    for details in (answer["completion_tokens_details"], response["output_tokens_details"]):
+        assert details["reasoning_tokens"] > 0 and details["compressions"] > 1
+        # A compression is due when a block is full: each evicts as many tokens as one holds.
+        assert details["evicted_tokens"] == 16 * details["compressions"]
+    off = client.ok(URL, {**body, "kv_budget": None, "compression": "off"})["usage"]
+    assert off["completion_tokens_details"] == {"compressions": 0, "evicted_tokens": 0}
+
+
 def test_no_usage_unless_asked(client: Client) -> None:
     assert all("usage" not in event for event in client.events(URL, TEN))
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.server.conftest import CHAT, SUM, Client
 from tests.server.scripted import ScriptedEngine, tiny_tokenizer
-from zipage.errors import EngineDeadError, EngineOverloadedError
+from zipage.config import EngineConfig
+from zipage.errors import ConfigError, EngineDeadError, EngineOverloadedError
 from zipage.server.protocol.sampling import ErrorResponse
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -299,6 +300,34 @@ def test_limits(engine: Any) -> None:
         assert client.error(COMPLETIONS, {"prompt": "Add", **fields})["param"] == param
     answer = client.post(COMPLETIONS, {"prompt": "a" * 3000})
     assert answer.status_code == 413 and "2000" in answer.json()["error"]["message"]
+
+
+def test_the_largest_kv_budget() -> None:
+    engine = ScriptedEngine(["."], tiny_tokenizer())
+    engine.config = EngineConfig(block_size=16, kv_budget=64)
+    client = Client(engine, max_kv_budget=128)
+    for path, body in [
+        (COMPLETIONS, {"prompt": "Add"}),
+        (CHATS, {"messages": CHAT}),
+        (RESPONSES, {"input": "Add"}),
+    ]:
+        error = client.error(path, {**body, "kv_budget": 144})
+        assert error["param"] == "kv_budget"
+        assert error["message"] == "kv_budget=144 is more than this server allows, 128"
+        error = client.error(path, {**body, "compression": "off"})
+        assert error["param"] == "compression" and "kv_budget of up to 128" in error["message"]
+        for fields in ({}, {"kv_budget": 128}, {"compression": "on"}):
+            client.ok(path, {**body, **fields})
+    document = client.get("/openapi.json").json()["components"]["schemas"]
+    assert document["CompletionRequest"]["properties"]["kv_budget"]["anyOf"][0]["maximum"] == 128
+    for options, word in [
+        ({"kv_budget": 192}, "kv_budget=192 must be at most max_kv_budget=128"),
+        ({"kv_budget": None}, "kv_budget=None"),
+        ({"compression": "full"}, "compression='full'"),
+    ]:
+        engine.config = EngineConfig(**{"block_size": 16, **options})
+        with pytest.raises(ConfigError, match=word):
+            Client(engine, max_kv_budget=128)
 
 
 def test_keys(engine: Any) -> None:

@@ -54,6 +54,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "on_engine_death": st.just("restart"),
     "max_prompts": st.integers(1, 16_384),
     "max_logprobs": st.integers(0, 20),
+    "max_kv_budget": st.integers(128, 2**31 - 1),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "kv_cache_dtype": st.just("fp8"),
     "quantization": st.just("fp8"),
@@ -85,6 +86,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "policy_options": {"compression": "snapkv"},
     "model_shape": {"load_format": "dummy", "model": None},
     "num_kv_blocks": {"kv_cache_memory": None},
+    "max_kv_budget": {"kv_budget": 128},
 }
 
 

@@ -29,7 +29,7 @@ _PANELS = {
     "tool_call_parser structured_outputs_disable_any_whitespace",
     "Engine process": "on_engine_death start_timeout heartbeat_timeout step_timeout",
     "Limits": "max_queued_requests request_timeout stall_timeout drain_timeout max_body_size "
-    "max_n max_prompts max_stop max_logprobs",
+    "max_n max_prompts max_stop max_logprobs max_kv_budget",
 }
 #: Options of the server that are passed to the engine's process.
 _PROCESS = ("max_queued_requests", *_PANELS["Engine process"].split())
@@ -124,7 +124,7 @@ def serve(
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
         settings = ServerSettings(**server)
         # Mistakes are reported before anything is loaded.
-        EngineConfig.from_options({"model": model, **engine})
+        settings.check_engine(EngineConfig.from_options({"model": model, **engine}))
         try:
             from zipage.server.run import check_listening, run_server
         except ImportError as error:

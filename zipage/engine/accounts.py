@@ -110,11 +110,14 @@ class RequestAccounts:
         if logger.isEnabledFor(level):
             logger.log(
                 level,
-                "request %s, answer %d: %s after %d tokens and %.3f s%s",
+                "request %s, answer %d: %s after %d tokens, %d compressions (%d tokens evicted) and "
+                "%.3f s%s",
                 request.request_id,
                 answer.index,
                 _ENDS[reason],
                 generated,
+                answer.metrics.compressions,
+                answer.metrics.evicted_tokens,
                 answer.metrics.e2e_time,
                 f": {answer.error}" if answer.error else "",
                 extra={

@@ -82,7 +82,10 @@ def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
         "min_tokens": {"minimum": 0, "maximum": length},
         "logprobs": alternatives,
         "top_logprobs": alternatives,
-        "kv_budget": {"minimum": serving.engine.config.block_size},
+        "kv_budget": {
+            "minimum": serving.engine.config.block_size,
+            "maximum": settings.max_kv_budget or 2**31 - 1,
+        },
     }
 
 

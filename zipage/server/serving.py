@@ -69,6 +69,9 @@ class Serving:
         engine: answers the requests.
         settings: the server's options.
 
+    Raises:
+        ConfigError: engine and settings contradict each other.
+
     Attributes:
         tokenizer: the model's tokenizer; None if it has none.
         names: the model's names in requests.
@@ -80,6 +83,7 @@ class Serving:
     """
 
     def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+        settings.check_engine(engine.config)
         self.engine, self.settings = engine, settings
         self.created = int(time.time())
         self.draining = False
@@ -269,6 +273,14 @@ class Serving:
                 options[name] = value
         if body.n is not None and body.n > settings.max_n:
             raise bad_request("n", f"n={body.n} is more than this server allows, {settings.max_n}")
+        most_kept = settings.max_kv_budget
+        if most_kept is not None:
+            if body.kv_budget is not None and body.kv_budget > most_kept:
+                message = f"kv_budget={body.kv_budget} is more than this server allows, {most_kept}"
+                raise bad_request("kv_budget", message)
+            if body.compression == "off":
+                message = f"compression='off': this server requires a kv_budget of up to {most_kept}"
+                raise bad_request("compression", message)
         for name in ("stop", "stop_token_ids"):
             value = getattr(body, name)
             if isinstance(value, list) and len(value) > settings.max_stop:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zipage.config import is_real, parse_bytes
+from zipage.config import EngineConfig, is_real, parse_bytes
 from zipage.errors import ConfigError, shown
 
 REASONING_PARSERS = ("auto", "think", "none")
@@ -65,6 +65,8 @@ class ServerSettings:
         max_prompts: most prompts per request.
         max_stop: most stop strings, and most stop token ids, per request.
         max_logprobs: most alternatives per token.
+        max_kv_budget: largest `kv_budget` of a request, in tokens; `compression` "off" is then
+            refused too. The engine's own `kv_budget` must not be larger. None for no limit.
         dashboard: serve the page at /dashboard.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that receives a span for every
             request, by OTLP over HTTP.
@@ -99,6 +101,7 @@ class ServerSettings:
     max_prompts: int = 1024
     max_stop: int = 64
     max_logprobs: int = 20
+    max_kv_budget: int | None = None
     dashboard: bool = True
     otlp_traces_endpoint: str | None = None
     log_prompts: bool = False
@@ -114,8 +117,9 @@ class ServerSettings:
         self._check_int("max_prompts", 1, MOST_PROMPTS)
         self._check_int("max_logprobs", 0, 20)
         self._check_int("port", 0, 65535)
-        if self.max_queued_requests is not None:
-            self._check_int("max_queued_requests", 1, 2**31 - 1)
+        for name in ("max_queued_requests", "max_kv_budget"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 1, 2**31 - 1)
         for name in (
             "request_timeout",
             "stall_timeout",
@@ -155,6 +159,24 @@ class ServerSettings:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile")
         parse_bytes("max_body_size", self.max_body_size)
+
+    def check_engine(self, config: EngineConfig) -> None:
+        """Check that requests without options of their own stay within `max_kv_budget`.
+
+        Raises:
+            ConfigError: the engine's budget is larger, or it keeps the full KV cache.
+        """
+        most = self.max_kv_budget
+        if most is None:
+            return
+        if not config.compresses or config.kv_budget is None:
+            option = "kv_budget=None" if config.compresses else "compression='full'"
+            raise ConfigError(f"max_kv_budget={most} needs an engine that compresses, not {option}")
+        if config.kv_budget > most:
+            raise ConfigError(
+                f"kv_budget={config.kv_budget} must be at most max_kv_budget={most}: it applies to "
+                "requests that name no budget"
+            )
 
     @property
     def body_limit(self) -> int:

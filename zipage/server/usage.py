@@ -51,18 +51,26 @@ def usage(
         outputs: the outputs of its prompts.
         discarded: generated tokens that were not requested.
         reasoning: counts the reasoning tokens of a choice.
+
+    Returns:
+        OpenAI's fields, and what compression did to the choices, added up over them: how often it
+        ran, and the tokens it evicted from each layer and KV head.
     """
     prompt = sum(output.usage.prompt_tokens for output in outputs)
     completion = sum(output.usage.completion_tokens for output in outputs) - discarded
-    counts: dict[str, Any] = {
+    details = {
+        "compressions": sum(output.metrics.compressions for output in outputs),
+        "evicted_tokens": sum(output.metrics.evicted_tokens for output in outputs),
+    }
+    if reasoning is not None:
+        spent = sum(reasoning(c) for output in outputs for c in output.outputs)
+        details = {"reasoning_tokens": spent, **details}
+    return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {
             "cached_tokens": sum(output.metrics.cached_prompt_tokens for output in outputs)
         },
+        "completion_tokens_details": details,
     }
-    if reasoning is not None:
-        spent = sum(reasoning(c) for output in outputs for c in output.outputs)
-        counts["completion_tokens_details"] = {"reasoning_tokens": spent}
-    return counts

@@ -129,9 +129,11 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    """What generated tokens were."""
+    """What generated tokens were, and what compression did to the KV cache."""
 
     reasoning_tokens: int
+    compressions: int
+    evicted_tokens: int
 
 
 class ResponseUsage(BaseModel):

@@ -119,9 +119,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """What generated tokens were."""
+    """What generated tokens were, and what compression did to the KV caches of all choices."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | None = None
+    compressions: int
+    evicted_tokens: int
 
 
 class UsageInfo(BaseModel):
