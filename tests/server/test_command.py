@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -52,13 +53,45 @@ def test_running_requests_finish_after_sigterm(processes: list[Process], tmp_pat
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
+            # It goes on listening meanwhile.
+            for path in ("/health", "/v1/completions"):
+                method = "GET" if path == "/health" else "POST"
+                refused = httpx.request(method, server.url + path, json=body, headers=headers)
+                assert refused.status_code == 503 and refused.headers["Retry-After"]
+                assert "shutting down" in refused.json()["error"]["message"]
             last = [line for line in lines if line][-1]
         assert last == "data: [DONE]"
-    assert server.stop() == 0
+    assert server.process.wait(15) == 0
+    server._reader.join(10)
     access = [line for line in server.lines if "zipage.server.access" in line]
     assert any("GET /v1/models 200" in line for line in access), server.lines
     ends = [line for line in server.lines if "zipage.server.run" in line]
     assert "draining 1 requests, for at most 30 s" in ends[0] and "stopped" in ends[1]
+
+
+def test_more_ctrl_c_end_the_drain(processes: list[Process]) -> None:
+    server = Process(*SMALL, "--port", "0", "--max-model-len", "1500")
+    processes.append(server)
+    body = {"prompt": "Add", "max_tokens": 1400, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        place = urlsplit(server.url)
+        with socket.create_connection((place.hostname, place.port)) as unfinished:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: z\r\nContent-Type: application/json\r\n"
+            unfinished.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: any("draining 2 requests" in line for line in server.lines))
+            server.process.send_signal(signal.SIGINT)
+            last = [line for line in lines if line][-1]
+            server.process.send_signal(signal.SIGINT)
+            code = server.process.wait(15)
+    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert code == 0
+    server._reader.join(10)
+    assert any("interrupted again: 2 requests are aborted" in line for line in server.lines)
+    assert not any("Traceback" in line for line in server.lines), server.lines
 
 
 def test_an_idle_server_says_that_it_stops(caplog: pytest.LogCaptureFixture) -> None:

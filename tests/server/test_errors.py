@@ -346,7 +346,7 @@ def test_keys(engine: Any) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("/health", "/version", "/metrics", "/dashboard", "/openapi.json"),
+        *("/", "/health", "/version", "/metrics", "/dashboard", "/openapi.json"),
         *("/v1/models", "/v1/models/zipage-tiny", "/v1/models/none"),
         *(COMPLETIONS, "/nowhere"),
     ],
@@ -360,6 +360,16 @@ def test_head_answers_like_get_without_a_body(live: str, path: str) -> None:
             if get.status_code == 200 and path != "/metrics":  # whose numbers change
                 kept.append("content-length")
             assert [head.headers.get(n) for n in kept] == [get.headers.get(n) for n in kept]
+
+
+def test_the_root_leads_on(engine: Any, client: Client) -> None:
+    answer = client.get("/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")
+    plain = Client(engine, dashboard=False)
+    answer = plain.get("/")
+    assert answer.status_code == 200
+    for name in ("models", "health", "document"):
+        assert plain.get(answer.json()[name]).status_code == 200
 
 
 def test_head_is_told_what_get_is(engine: Any) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -298,6 +298,13 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_system(app: FastAPI, serving: Serving) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        if serving.settings.dashboard:
+            return RedirectResponse("/dashboard")
+        paths = {"models": "/v1/models", "health": "/health", "document": "/openapi.json"}
+        return JSONResponse({"name": "zipage", "version": __version__, **paths})
+
     def card(name: str) -> dict[str, Any]:
         limit = serving.engine.max_model_len
         return ModelCard(

@@ -15,9 +15,9 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zipage.engine.client import EngineClient
 from zipage.errors import ConfigError
@@ -35,6 +35,8 @@ _KEEP_ALIVE = 75
 _OPEN_FILES = 65536
 #: Seconds to notify the clients whose requests are aborted when the drain ends.
 _FAREWELL = 2
+#: Seconds between looks for a second Ctrl-C during the drain.
+_TICK = 0.1
 
 
 class _Server(uvicorn.Server):
@@ -45,7 +47,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._serving, self._announce = serving, announce
-        self.died = False
+        self._hurried = self.died = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -54,16 +56,32 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._serving.draining = True
-        super().handle_exit(sig, frame)
+        if self.should_exit and sig == signal.SIGINT and not self._hurried:
+            self._hurried = True  # uvicorn would cut off all connections without a word
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        loop, engine = asyncio.get_running_loop(), self._serving.engine
-        seconds = self._serving.settings.drain_timeout
-        logger.info("draining %d requests, for at most %g s", len(self.server_state.tasks), seconds)
-        # Clients of requests still running then get an error before uvicorn cuts them off.
-        timer = loop.call_later(seconds, loop.run_in_executor, None, engine.shutdown)
+        loop, seconds = asyncio.get_running_loop(), self._serving.settings.drain_timeout
+        running = set(self.server_state.tasks)
+        logger.info("draining %d requests, for at most %g s", len(running), seconds)
+        # uvicorn's own drain closes the sockets first. As long as they are open, new requests and
+        # load balancers' probes get 503.
+        deadline = loop.time() + seconds
+        while running and not self._hurried and (left := deadline - loop.time()) > 0:
+            _, running = await asyncio.wait(running, timeout=min(left, _TICK))
+        if self._hurried:
+            logger.warning("interrupted again: %d requests are aborted", len(running))
+        if running:
+            # Their clients get an error before uvicorn cuts them off.
+            loop.run_in_executor(None, self._serving.engine.shutdown)
+        # Clients that read slowly may not have all of an answer yet.
+        left = 0.0 if self._hurried else max(deadline - loop.time(), 0.0)
+        self.config.timeout_graceful_shutdown = math.ceil(left) + _FAREWELL
+        self._hurried = True
         await super().shutdown(sockets)
-        timer.cancel()
+        if self.force_exit:  # uvicorn then leaves this out, and logs a traceback of its absence
+            await self.lifespan.shutdown()
 
     async def main_loop(self) -> None:
         watch = asyncio.create_task(self._stop_with_engine())
@@ -158,20 +176,25 @@ def _raise_limit_of_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings) -> uvicorn.Config:
     for handler in logging.getLogger("zipage").handlers:
         logging.getLogger("uvicorn").addHandler(handler)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     _check_certificate(settings)
+
+    async def quiet(scope: Scope, receive: Receive, send: Send) -> None:
+        # uvicorn cancels what still runs after the farewell, and logs a traceback of each.
+        with contextlib.suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
     config = uvicorn.Config(
-        app,
+        quiet,
         log_config=None,
         access_log=False,
         server_header=False,
         lifespan="on",
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _FAREWELL,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_keyfile_password=settings.ssl_keyfile_password,
