@@ -20,12 +20,13 @@ from typer.main import get_command
 
 from tests.cli.invoke import invoke
 from zipage.cli import app
+from zipage.cli.serve import _ELSEWHERE
 from zipage.config import EngineConfig
 from zipage.server.settings import ServerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "zipage.yaml"
 SERVE: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
-OPTIONS = {p.name: p for p in SERVE.params if p.name not in ("config", "help")}
+OPTIONS = {p.name: p for p in SERVE.params if p.name not in ("config", "help", "model_option")}
 
 NAMES = st.text(st.sampled_from("aZ0-_./:=é"), min_size=1, max_size=9).map("x".__add__)
 LISTS = st.lists(NAMES, min_size=1, max_size=3)
@@ -116,6 +117,8 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     for name, needed in NEEDS.items():
         if chosen.get(name) is not None:
             chosen |= needed
+    if chosen.get("uds") is not None:  # in place of host and port
+        chosen = {name: value for name, value in chosen.items() if name not in ("host", "port")}
     return {name: value for name, value in chosen.items() if value is not None or name in names}
 
 
@@ -140,6 +143,13 @@ def started(*arguments: str, **environment: str) -> dict[str, Any]:
         result = invoke("serve", *arguments)
     assert result.exit_code == 0, f"{arguments} {environment} {result.output}"
     return seen
+
+
+def refused(*arguments: str, command: tuple[str, ...] = ("serve",)) -> str:
+    """The message of a command that ends with exit code 2."""
+    result = invoke(*command, *arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def as_flags(name: str, value: Any) -> list[str]:
@@ -181,6 +191,64 @@ def test_three_ways_to_say_the_same(
     lists = {"ZIPAGE_API_KEYS", "ZIPAGE_ALLOWED_ORIGINS", "ZIPAGE_SERVED_MODEL_NAMES"}
     unset = {name for name in (*lists, "ZIPAGE_MODEL") if variables.get(name) == "none"}
     assert started(**{n: v for n, v in variables.items() if n not in unset}) == by_flags
+
+
+def test_the_model_as_an_option(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("model: file")
+    for arguments in (["--model", "one"], ["--model=one", "one"], ["one"]):
+        assert started("--config", str(path), *arguments, ZIPAGE_MODEL="two")["model"] == "one"
+    assert started("--config", str(path))["model"] == "file"
+    assert (
+        refused("--model", "one", "two") == "Error: model='two' and --model 'one' are two "
+        "models: give one"
+    )
+
+
+def test_options_of_vllm_are_explained() -> None:
+    for flag, hint in _ELSEWHERE.items():
+        assert all(flag not in option.opts for option in SERVE.params), f"{flag} exists"
+        assert refused(flag, "2") == f"Error: {flag} is not an option here: {hint}"
+    assert "--device" in refused("--tensor_parallel_size=2")
+    assert "think is for <think>" in refused("--reasoning-parser", "deepseek_r1")
+    assert "hermes is for <tool_call>" in refused("--tool-call-parser", "qwen3_coder")
+
+
+def test_options_that_would_be_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("{compression: full, port: 1, kv_budget: 128}")
+    assert "kv_budget=128 has no meaning" in refused("--config", str(path))
+    for command in (("serve",), ("generate", "text"), ("info",), ("bench", "offline")):
+        told = refused("--compression", "full", "--kv-budget", "64", command=command)
+        assert told.startswith("Error: kv_budget=64 has no meaning with compression='full'")
+    assert refused("--uds", "x", "--port", "1").startswith("Error: uds='x' and port=1 are two")
+    assert refused("--host", "a", "--uds", "x").startswith("Error: uds='x' and host='a' are two")
+    # One in another place is overridden.
+    path.write_text("{compression: full, port: 1}")
+    assert started("--config", str(path), "--kv-budget", "128", "--uds", "x")["uds"] == "x"
+    assert started("--uds", "x", ZIPAGE_PORT="1")["uds"] == "x"
+    assert started("--kv-budget", "none", "--compression", "full")["kv_budget"] is None
+
+
+def test_an_illegal_variable_is_named() -> None:
+    for name, value in [
+        ("PORT", "many"),
+        ("PORT", "70000"),
+        ("KV_BUDGET", "much"),
+        ("BLOCK_SIZE", "7"),
+        ("CONFIG", "/none"),
+    ]:
+        with mock.patch.dict(os.environ, {f"ZIPAGE_{name}": value}):
+            assert f"(from the environment variable ZIPAGE_{name})" in refused()
+    with mock.patch.dict(os.environ, {"ZIPAGE_PORT": "70000"}):
+        assert "environment" not in refused("--port", "80000")
+
+
+def test_the_port_that_kubernetes_sets_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("port: 9000")
+    assert started(ZIPAGE_PORT="tcp://10.0.0.1:80")["port"] == 8000
+    assert started("--config", str(path), ZIPAGE_PORT="tcp://10.0.0.1:80")["port"] == 9000
 
 
 def test_every_option_is_drawn() -> None:

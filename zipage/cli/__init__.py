@@ -74,7 +74,9 @@ def _main(
 
 app.command("generate")(generate.generate)
 # Every option of the server is also an environment variable: --port is ZIPAGE_PORT.
-app.command("serve", context_settings={"auto_envvar_prefix": "ZIPAGE"})(serve.serve)
+app.command("serve", cls=serve.ServeCommand, context_settings={"auto_envvar_prefix": "ZIPAGE"})(
+    serve.serve
+)
 app.command("top")(top.top)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)

@@ -17,7 +17,7 @@ from zipage.cli.bench_plot import plot
 from zipage.cli.bench_serve import serve
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
-from zipage.cli.options import engine_options, with_options
+from zipage.cli.options import check_budget_is_used, engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.threads import use_idle_cores
 from zipage.cli.writing import check_writable, write_json
@@ -38,6 +38,7 @@ def _bench() -> None:
 @with_logging
 @with_options("engine", engine_options())
 def offline(
+    ctx: typer.Context,
     workload: Annotated[
         str, typer.Option("--workload", "-w", help=f"Workload to run: {', '.join(PRESETS)}.")
     ] = "tiny",
@@ -78,6 +79,7 @@ def offline(
     Progress goes to stderr, as a line every ten seconds if that is not a terminal.
     """
     use_idle_cores()
+    check_budget_is_used(ctx, engine)
     check_writable("--json", json_file)
     options = dict(engine)
     with contextlib.ExitStack() as stack:

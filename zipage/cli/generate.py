@@ -15,7 +15,12 @@ import typer
 
 from zipage.cli.interrupt import die_on_interrupt, stop_on_signal
 from zipage.cli.logs import with_logging
-from zipage.cli.options import engine_options, sampling_options, with_options
+from zipage.cli.options import (
+    check_budget_is_used,
+    engine_options,
+    sampling_options,
+    with_options,
+)
 from zipage.cli.progress import EngineProgress
 from zipage.cli.records import (
     InputRecord,
@@ -48,6 +53,7 @@ class InputFormat(str, enum.Enum):
 @with_options("sampling", sampling_options())
 @with_options("engine", engine_options())
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -111,6 +117,7 @@ def generate(
     others are answered, and the exit code is 1. Ctrl-C writes what is finished and exits with 130.
     """
     use_idle_cores()
+    check_budget_is_used(ctx, engine)
     _check_outputs(file, output, trace)
     records, is_batch = _read_input(prompt, file, input_format)
     if not records:

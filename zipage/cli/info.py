@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from zipage.cli.options import engine_options, with_options
+from zipage.cli.options import check_budget_is_used, engine_options, with_options
 from zipage.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ _POOL_SIZES = ("1GiB", "4GiB", "16GiB", "64GiB")
 
 @with_options("engine", engine_options(only=_OPTIONS))
 def info(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(help="Local Hugging Face directory or hub id; zipage-tiny if not given."),
@@ -74,6 +75,7 @@ def info(
     from zipage.models.config import shape_model_config
     from zipage.models.implementation import read_config
 
+    check_budget_is_used(ctx, engine)
     config = EngineConfig.from_options({"model": model, **engine})
     model_config: ModelConfig | TransformersConfig
     if config.model_shape is not None:

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 from rich.markup import escape
 
-from zipage.config import EngineConfig
-from zipage.errors import shown
+from zipage.config import FULL, EngineConfig
+from zipage.errors import ConfigError, shown
 from zipage.sampling_params import SamplingParams
 from zipage.structured_outputs import StructuredOutputsParams
 
@@ -96,6 +96,29 @@ def class_options(
         text, panel = documented[field.name], panel_of(field.name)
         options.append(_option(field.name, hints[field.name], default, text, panel))
     return options
+
+
+def given_together(ctx: typer.Context, *names: str) -> bool:
+    """Whether options are all given as flags, or all in the file of --config.
+
+    Otherwise one may be meant to override another; images and their users set variables too.
+    """
+    sources: set[Any] = {ctx.get_parameter_source(name) for name in names}
+    return len(sources) == 1 and sources.pop().name in ("COMMANDLINE", "DEFAULT_MAP")
+
+
+def check_budget_is_used(ctx: typer.Context, engine: Mapping[str, Any]) -> None:
+    """Refuse a `kv_budget` given together with full KV, which would ignore it.
+
+    Raises:
+        ConfigError: as said.
+    """
+    full = engine["compression"] == FULL and engine["kv_budget"] is not None
+    if full and given_together(ctx, "compression", "kv_budget"):
+        raise ConfigError(
+            f"kv_budget={shown(engine['kv_budget'])} has no meaning with compression='full', which "
+            "keeps every token: leave out one of them"
+        )
 
 
 def sampling_options() -> list[CommandOption]:

@@ -8,17 +8,25 @@ import difflib
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from zipage.cli.interrupt import die_on_interrupt
 from zipage.cli.logs import with_logging
-from zipage.cli.options import class_options, engine_options, with_options
+from zipage.cli.options import (
+    check_budget_is_used,
+    class_options,
+    engine_options,
+    given_together,
+    with_options,
+)
 from zipage.cli.threads import use_idle_cores
 from zipage.config import EngineConfig
-from zipage.errors import ConfigError
+from zipage.errors import ConfigError, shown
 from zipage.server.settings import ServerSettings
 
 _PANELS = {
@@ -34,6 +42,63 @@ _PANELS = {
 #: Options of the server that are passed to the engine's process.
 _PROCESS = ("max_queued_requests", *_PANELS["Engine process"].split())
 _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+
+
+_ONE_GPU = "a server uses one GPU; start one for each, with its own --device and --port"
+#: Options of `vllm serve` that this one lacks, and what takes their place.
+_ELSEWHERE = {
+    "--enable-auto-tool-choice": "tool calls are recognised without it, in the style of the chat "
+    "template or of --tool-call-parser",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), _ONE_GPU),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE_GPU),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), _ONE_GPU),
+    "--trust-remote-code": "code of a model's repository is never run; docs/models.md lists the "
+    "models that load",
+    "--swap-space": "host memory for swapped requests is taken when it is needed",
+}
+
+
+class ServeCommand(TyperCommand):
+    """Says what takes the place of vLLM's options, and which environment variable is illegal."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line.
+
+        Raises:
+            ConfigError: an option of vLLM is given that has no meaning here.
+        """
+        for argument in args:
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in _ELSEWHERE:
+                raise ConfigError(f"{flag} is not an option here: {_ELSEWHERE[flag]}")
+        if os.environ.get("ZIPAGE_PORT", "").startswith("tcp://"):
+            # Kubernetes sets it for a service named zipage, and means something else.
+            del os.environ["ZIPAGE_PORT"]
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None:
+                error.message += _from_environment(ctx, error.param.name)
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            named = re.match(r"(\w+)=", str(error))
+            variable = _from_environment(ctx, named.group(1)) if named else ""
+            if not variable:
+                raise
+            raise ConfigError(f"{error}{variable}") from None
+
+
+def _from_environment(ctx: Any, option: str | None) -> str:
+    """For messages: that the environment sets an option; empty if it does not."""
+    source: Any = option and ctx.get_parameter_source(option)
+    if not source or source.name != "ENVIRONMENT":
+        return ""
+    return f" (from the environment variable ZIPAGE_{str(option).upper()})"
 
 
 def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -56,7 +121,8 @@ def _load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     for parameter in ctx.command.params:
         flags = [flag.lstrip("-").replace("-", "_") for flag in parameter.opts]
         names |= dict.fromkeys([*flags, str(parameter.name)], parameter)
-    for unusable in ("config", "help"):
+    # `model` is the argument, which the option stands for.
+    for unusable in ("config", "help", "model_option"):
         names.pop(unusable, None)
     defaults: dict[str, Any] = {}
     for key, value in given.items():
@@ -90,6 +156,16 @@ def _as_flag(value: Any) -> Any:
     engine_options(only=[f.name for f in dataclasses.fields(EngineConfig) if f.name != "model"]),
 )
 def serve(
+    ctx: typer.Context,
+    model_option: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            allow_from_autoenv=False,
+            help="The same as the argument.",
+            rich_help_panel="Model",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -122,6 +198,14 @@ def serve(
         if "ZIPAGE_API_KEYS" in os.environ and not server["api_keys"]:
             # An unset variable in a compose file gives this, and is not meant to open the server.
             raise ConfigError("ZIPAGE_API_KEYS is empty: give a key, or unset it to need none")
+        model = _model(ctx, model, model_option)
+        check_budget_is_used(ctx, engine)
+        for name in ("host", "port"):
+            if server["uds"] is not None and given_together(ctx, "uds", name):
+                raise ConfigError(
+                    f"uds={shown(server['uds'])} and {name}={shown(server[name])} are two places "
+                    "to listen: give one"
+                )
         settings = ServerSettings(**server)
         # Mistakes are reported before anything is loaded.
         settings.check_engine(EngineConfig.from_options({"model": model, **engine}))
@@ -137,6 +221,18 @@ def serve(
     code = run_server(client, settings, _announce)
     if code:
         raise typer.Exit(code)
+
+
+def _model(ctx: typer.Context, argument: str | None, option: str | None) -> str | None:
+    """The model named by the argument or by --model; the environment and the file come last."""
+    if option is None:
+        return argument
+    source: Any = ctx.get_parameter_source("model")
+    if source.name == "COMMANDLINE" and argument != option:
+        raise ConfigError(
+            f"model={shown(argument)} and --model {shown(option)} are two models: give one"
+        )
+    return option
 
 
 def _announce(line: str) -> None:

@@ -279,7 +279,9 @@ class Serving:
                 message = f"kv_budget={body.kv_budget} is more than this server allows, {most_kept}"
                 raise bad_request("kv_budget", message)
             if body.compression == "off":
-                message = f"compression='off': this server requires a kv_budget of up to {most_kept}"
+                message = (
+                    f"compression='off': this server requires a kv_budget of up to {most_kept}"
+                )
                 raise bad_request("compression", message)
         for name in ("stop", "stop_token_ids"):
             value = getattr(body, name)

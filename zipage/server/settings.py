@@ -136,8 +136,10 @@ class ServerSettings:
             if not legal or (value == 0 and name != "drain_timeout"):
                 raise ConfigError(f"{name}={shown(value)} must be a number of seconds {least}")
         self._check_choice("on_engine_death", ("exit", "restart"))
-        self._check_choice("reasoning_parser", REASONING_PARSERS)
-        self._check_choice("tool_call_parser", TOOL_CALL_PARSERS)
+        hint = "; think is for <think>...</think>, auto decides by the chat template"
+        self._check_choice("reasoning_parser", REASONING_PARSERS, hint)
+        hint = "; hermes is for <tool_call>{...}</tool_call>, auto decides by the chat template"
+        self._check_choice("tool_call_parser", TOOL_CALL_PARSERS, hint)
         for name in ("api_keys", "served_model_names", "allowed_origins"):
             texts = getattr(self, name)
             if texts is not None and (
@@ -188,7 +190,7 @@ class ServerSettings:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ConfigError(f"{name}={shown(value)} must be an integer from {least} to {most}")
 
-    def _check_choice(self, name: str, legal: tuple[str, ...]) -> None:
+    def _check_choice(self, name: str, legal: tuple[str, ...], hint: str = "") -> None:
         if getattr(self, name) not in legal:
             value = shown(getattr(self, name))
-            raise ConfigError(f"{name}={value}: legal are {', '.join(legal)}")
+            raise ConfigError(f"{name}={value}: legal are {', '.join(legal)}{hint}")
