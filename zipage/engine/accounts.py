@@ -110,8 +110,8 @@ class RequestAccounts:
         if logger.isEnabledFor(level):
             logger.log(
                 level,
-                "request %s, answer %d: %s after %d tokens, %d compressions (%d tokens evicted) and "
-                "%.3f s%s",
+                "request %s, answer %d: %s after %d tokens, %d compressions (%d tokens evicted) "
+                "and %.3f s%s",
                 request.request_id,
                 answer.index,
                 _ENDS[reason],
