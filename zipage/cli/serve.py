@@ -71,8 +71,8 @@ class ServeCommand(TyperCommand):
             flag = argument.partition("=")[0].replace("_", "-")
             if flag in _ELSEWHERE:
                 raise ConfigError(f"{flag} is not an option here: {_ELSEWHERE[flag]}")
-        if os.environ.get("ZIPAGE_PORT", "").startswith("tcp://"):
-            # Kubernetes sets it for a service named zipage, and means something else.
+        if "://" in os.environ.get("ZIPAGE_PORT", ""):
+            # Kubernetes sets it for a service named zipage: tcp://ADDRESS:PORT.
             del os.environ["ZIPAGE_PORT"]
         try:
             return super().parse_args(ctx, args)

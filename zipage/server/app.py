@@ -324,10 +324,10 @@ def _add_system(app: FastAPI, serving: Serving) -> None:
     @app.get("/health", response_model=Health, responses=_errors(500, 503))
     async def health() -> Response:
         """Whether requests are accepted."""
-        if serving.draining:
-            raise unavailable("the server is shutting down")
         if not serving.engine.is_running:
             raise unavailable("the engine stopped")
+        if serving.draining:
+            raise unavailable("the server is shutting down")
         return JSONResponse({"status": "ok"})
 
     @app.get("/version", response_model=Version, responses=_errors(500))

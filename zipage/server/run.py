@@ -93,6 +93,7 @@ class _Server(uvicorn.Server):
     async def _stop_with_engine(self) -> None:
         error = await self._serving.engine.wait_dead()
         logger.critical("the server stops: %s", error)
+        self._serving.draining = True  # ends the dashboard's streams, too
         self.died = self.should_exit = True
 
 
