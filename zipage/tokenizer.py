@@ -13,6 +13,16 @@ from zipage.models.import_lock import IMPORT_LOCK
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Gives every message a content, None where it has none. Newer versions of transformers drop what
+#: is None from messages. The line break belongs to the block (`trim_blocks`).
+_WITH_CONTENT = (
+    "{% set zipage = namespace(messages=[]) %}{% for message in messages %}"
+    "{% set zipage.messages = zipage.messages + [dict({'content': none}, **message)] %}"
+    "{% endfor %}{% set messages = zipage.messages %}\n"
+)
+#: A content that no message has.
+_MARK = "\uf8ff\ue000\uf8ff"
+
 
 def load_tokenizer(
     path_or_name: str | os.PathLike[str], revision: str | None = None
@@ -101,7 +111,9 @@ def render_chat(
     Args:
         tokenizer: the model's tokenizer.
         messages: the conversation, ``{"role": ..., "content": ...}`` each. A content may be a
-            list of ``{"type": "text", "text": ...}`` parts, which are joined.
+            list of ``{"type": "text", "text": ...}`` parts, which are joined. It may be None
+            beside ``tool_calls`` and, in assistant messages, beside their reasoning: the template
+            gets the None it may test for, or an empty text if it treats a content as text.
         add_generation_prompt: end with the opening of the assistant's turn.
         **chat_template_kwargs: passed to the template, such as ``enable_thinking=False``;
             ``tools``, ``chat_template`` and ``continue_final_message`` have the same meaning as in
@@ -120,25 +132,59 @@ def render_chat(
         if option in chat_template_kwargs:
             raise RequestError(f"chat template option {option!r} is not supported")
     conversation = _conversation(messages)
-    try:
-        # With tokenize=False the result is text in every version of transformers.
-        text = cast(
-            str,
-            tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **chat_template_kwargs,
-            ),
-        )
-    except (
-        Exception
-    ) as error:  # templates are programs that come with the model: may raise anything
-        raise RequestError(
-            f"the chat template refused the messages ({type(error).__name__}: {error})"
-        ) from error
+    options = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
+    text: str | None = None
+    if any(message["content"] is None for message in conversation):
+        text = _render_none(tokenizer, conversation, options)
+    if text is None:
+        try:
+            text = _render(tokenizer, _filled(conversation, ""), options)
+        except Exception as error:  # a template is a program that comes with the model
+            raise RequestError(
+                f"the chat template refused the messages ({type(error).__name__}: {error})"
+            ) from error
     _check_text("messages", text)
     return text
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: list[dict[str, Any]],
+    options: Mapping[str, Any],
+) -> str:
+    # With tokenize=False the result is text in every version of transformers.
+    return cast(str, tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+
+def _render_none(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: list[dict[str, Any]],
+    options: Mapping[str, Any],
+) -> str | None:
+    """The text if the template can take a content that is None; None if it takes texts only."""
+    try:
+        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        nullable = {**options, "chat_template": _WITH_CONTENT + template}
+        text = _render(tokenizer, conversation, nullable)
+    except Exception:  # such as `content + ...`; errors for other reasons come again with texts
+        return None
+    if "None" in text:
+        # Without a test for None, the template writes the word where it would write a text.
+        try:
+            marked = _render(tokenizer, _filled(conversation, _MARK), options)
+        except Exception:  # it refuses a text here
+            return text
+        if _MARK in marked and marked.replace(_MARK, "None") == text:
+            return None
+    return text
+
+
+def _filled(conversation: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The conversation with `text` as the content of messages that have none."""
+    return [
+        {**message, "content": text} if message["content"] is None else message
+        for message in conversation
+    ]
 
 
 def _advice(name: str) -> str:
@@ -182,11 +228,20 @@ def _conversation(messages: object) -> list[dict[str, Any]]:
             raise RequestError(f"{name} is {type(message).__name__}: messages must be {legal}")
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise RequestError(f"{name} has role {message.get('role')!r}: must be a string")
-        # Templates would render missing content as nothing or as "None".
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise RequestError(f"{name} has no content: only a message with tool_calls may not")
-        conversation.append({**message, "content": _content(name, message.get("content"))})
+        if message.get("content") is None and not _may_lack_content(message):
+            raise RequestError(
+                f"{name} has no content: only messages with tool_calls, and the assistant's with "
+                "reasoning_content, need none"
+            )
+        # As newer versions of transformers do: templates test whether a field is there.
+        given = {field: value for field, value in message.items() if value is not None}
+        conversation.append({**given, "content": _content(name, message.get("content"))})
     return conversation
+
+
+def _may_lack_content(message: Mapping[str, Any]) -> bool:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return bool(message.get("tool_calls") or (message["role"] == "assistant" and reasoning))
 
 
 def _content(name: str, content: object) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
@@ -98,12 +99,23 @@ def _decode(body: bytes) -> Any:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
+        reason = _lone_surrogate(body) or str(error)
+        raise bad_request(None, f"the body is not valid JSON: {reason}", "invalid_json") from None
     # Most bodies have few brackets, but perhaps a million numbers.
     if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _is_deep(value):
         message = f"the body is nested more deeply than {_MAX_DEPTH} levels"
         raise bad_request(None, message, "invalid_json")
     return value
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """What is wrong with a body that has half a character; the decoder says it was truncated."""
+    escapes = body.replace(rb"\\", b"__")
+    pair = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", re.sub(pair, b"", escapes))
+    if found is None:
+        return None
+    return f"a text has the lone surrogate {found[0].decode()}, which is not valid Unicode"
 
 
 def _num_parts(body: bytes) -> int:

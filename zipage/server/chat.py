@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
+from zipage.server import unsupported
 from zipage.server.answer import AnswerParser, ToolPlan, plan_tools, reasoning_counter
 from zipage.server.errors import bad_request
 from zipage.server.generation import Delta, DeltaTracker, Generation
-from zipage.server.logprobs import chat_logprobs
+from zipage.server.logprobs import chat_logprobs, prompt_logprobs
 from zipage.server.prompts import ChatPrompt, chat_prompt, chat_sampling
 from zipage.server.protocol.chat import ChatCompletionRequest
 from zipage.server.serving import Serving, request_id_of
@@ -30,13 +31,11 @@ from zipage.server.usage import StreamedUsage, kv_stats, usage
 
 async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
-    model = serving.accept(request, body)
-    if body.top_logprobs is not None and not body.logprobs:
+    model = serving.accept(request, body, unsupported.CHAT)
+    serving.check_logprobs("top_logprobs", body.top_logprobs)
+    serving.check_prompt_logprobs(body.prompt_logprobs, body.stream)
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs=true")
-    most = serving.settings.max_logprobs
-    if not 0 <= (body.top_logprobs or 0) <= most:
-        message = f"top_logprobs={body.top_logprobs}: at most {most} are returned"
-        raise bad_request("top_logprobs", message)
     plan = plan_tools(serving, body.tools, body.tool_choice, body.parallel_tool_calls)
     prompt = await chat_prompt(serving, body, plan.described)
     max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
@@ -47,7 +46,9 @@ async def chat(serving: Serving, request: Request, body: ChatCompletionRequest) 
     serving.check_length(len(prompt.token_ids), "messages", max_tokens, name)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forms = {"tool_choice": plan.form}
-    params, form = chat_sampling(serving, prompt, body, max_tokens, logprobs, forms=forms)
+    params, form = chat_sampling(
+        serving, prompt, body, max_tokens, logprobs, body.prompt_logprobs, forms=forms
+    )
     answer = _Answer(serving, body, model, plan, prompt, params, request_id_of(request))
     job = serving.job(answer.id, body, prompt.text, prompt.token_ids, params)
     return await serving.deliver(request, [job], answer, body.stream or False, form)
@@ -118,6 +119,8 @@ class _Answer:
         fields["usage"] = self._usage(output)
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
         return fields
 
     async def events(
@@ -197,6 +200,7 @@ class _Answer:
                 delta.token_ids,
                 self._body.top_logprobs or 0,
                 self._serving.texts,
+                self._body.return_tokens_as_token_ids or False,
             )
         if self._body.return_token_ids:
             extras["token_ids"] = delta.token_ids

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from zipage.engine.detokenizer import token_text
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
-from zipage.server.errors import bad_request
+from zipage.server import unsupported
 from zipage.server.generation import Delta, DeltaTracker, Generation
-from zipage.server.logprobs import CompletionLogprobWriter
+from zipage.server.logprobs import CompletionLogprobWriter, most_likely, prompt_logprobs
 from zipage.server.prompts import TextPrompt, text_prompts
 from zipage.server.protocol.completions import CompletionRequest
 from zipage.server.serving import Serving, request_id_of
@@ -32,23 +32,22 @@ _DEFAULT_MAX_TOKENS = 16
 
 async def complete(serving: Serving, request: Request, body: CompletionRequest) -> Response:
     """Answer a request for completions."""
-    model = serving.accept(request, body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_request("best_of", "best_of is not supported: ask for n completions and choose")
-    if body.suffix:
-        raise bad_request("suffix", "suffix is not supported: prompts are continued at their end")
+    model = serving.accept(request, body, unsupported.COMPLETIONS)
+    serving.check_prompt_logprobs(body.prompt_logprobs, body.stream)
     prompts = await text_prompts(serving, body.prompt, body.add_special_tokens)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.max_tokens is None:
         max_tokens = max(1, min(max_tokens, serving.engine.max_model_len - longest))
     serving.check_length(longest, "prompt", max_tokens, "max_tokens")
+    # Asked for by name, or because the prompt is echoed.
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     params, form = serving.sampling(
         body,
         # The engine always generates at least one token; it is dropped if none was requested.
         max_tokens or 1,
         body.logprobs,
-        body.logprobs if body.echo else None,
+        max((count for count in wanted if count is not None), default=None),
     )
     answer = _Answer(serving, body, model, prompts, params, f"cmpl-{request_id_of(request)}")
     jobs = [serving.job(answer.id, body, p.text, p.token_ids, params) for p in prompts]
@@ -139,10 +138,12 @@ class _Answer:
         logprobs: dict[str, Any] | None = None
         if body.echo and delta.first:
             text = self._prompt_text(position) + text
-            if output.prompt_logprobs is not None:
+            if output.prompt_logprobs is not None and body.logprobs is not None:
                 shown = output.prompt_token_ids
                 logprobs = self._logprobs[index].write(
-                    output.prompt_logprobs, shown, self._token_text(shown[0])
+                    most_likely(output.prompt_logprobs, shown, body.logprobs),
+                    shown,
+                    self._token_text(shown[0]),
                 )
         if entries is not None:
             written = self._logprobs[index].write(entries, token_ids, "")
@@ -162,6 +163,8 @@ class _Answer:
             choice["token_ids"] = token_ids
             if delta.first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output, body.prompt_logprobs)
         if body.return_kv_stats:
             choice["kv_stats"] = kv_stats(delta)
         return choice

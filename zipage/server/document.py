@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from zipage.sampling_params import MAX_REPETITION_PENALTY, MAX_TEMPERATURE
 from zipage.server.middleware import is_protected
+from zipage.server.prompts import ROLES
 from zipage.server.serving import Serving
 
 
@@ -25,10 +26,16 @@ def openapi_document(app: FastAPI, serving: Serving) -> dict[str, Any]:
         for field, described in schema.get("properties", {}).items():
             usual = limits.get(field, {}) if name.endswith("Request") else {}
             _limit(described, limits.get(f"{name}.{field}", usual))
-    # A message needs content or calls.
+    # A message needs content or calls, or the assistant's its reasoning.
+    needed: list[dict[str, Any]] = [
+        {"content": {"type": ["string", "array"], "minItems": 1}},
+        {"tool_calls": {"type": "array", "minItems": 1}},
+    ]
+    for field in ("reasoning_content", "reasoning"):
+        text = {"type": "string", "minLength": 1}
+        needed.append({field: text, "role": {"const": "assistant"}})
     schemas["Message"]["anyOf"] = [
-        {"required": [field], "properties": {field: {"type": kinds, "minItems": 1}}}
-        for field, kinds in (("content", ["string", "array"]), ("tool_calls", ["array"]))
+        {"required": [*properties], "properties": properties} for properties in needed
     ]
     has_keys = bool(serving.settings.api_keys)
     if has_keys:
@@ -49,9 +56,11 @@ def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
     alternatives = {"minimum": 0, "maximum": settings.max_logprobs}
     penalty = {"minimum": -2, "maximum": 2}
     return {
-        "model": {"enum": [*serving.names, None]},
+        "model": {"enum": [*serving.names, "", None]},
         "messages": {"minItems": 1},
-        "Message.role": {"minLength": 1},
+        # A chat template may know more roles.
+        "Message.role": {"enum": [*ROLES]},
+        "InputItem.role": {"enum": [*ROLES, None]},
         "ContentPart.type": {"enum": ["text", "input_text", "output_text"]},
         "input": {"minItems": 1},
         "InputItem.type": {
@@ -82,6 +91,7 @@ def _limits(serving: Serving) -> dict[str, dict[str, Any]]:
         "min_tokens": {"minimum": 0, "maximum": length},
         "logprobs": alternatives,
         "top_logprobs": alternatives,
+        "prompt_logprobs": alternatives,
         "kv_budget": {
             "minimum": serving.engine.config.block_size,
             "maximum": settings.max_kv_budget or 2**31 - 1,

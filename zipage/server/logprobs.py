@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zipage.engine.token_pieces import token_pieces
-from zipage.outputs import Logprob
+from zipage.outputs import Logprob, RequestOutput
 
 #: Replaces minus infinity, which JSON cannot express; vLLM's value.
 LOWEST = -9999.0
@@ -27,18 +27,50 @@ class TokenTexts:
         return list(text.encode())
 
 
+def most_likely(
+    entries: Sequence[dict[int, Logprob] | None], token_ids: Sequence[int], top: int
+) -> list[dict[int, Logprob] | None]:
+    """Of each position, the `top` most likely tokens and the one that stands there."""
+    return [
+        entry and {t: logprob for t, logprob in entry.items() if logprob.rank <= top or t == own}
+        for own, entry in zip(token_ids, entries, strict=True)
+    ]
+
+
+def prompt_logprobs(output: RequestOutput, top: int) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt's tokens in vLLM's format; the first token has none."""
+    entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {
+                "logprob": max(logprob.logprob, LOWEST),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for token_id, logprob in entry.items()
+        }
+        for entry in most_likely(entries, output.prompt_token_ids, top)
+    ]
+
+
 def chat_logprobs(
     entries: Sequence[dict[int, Logprob]],
     token_ids: Sequence[int],
     top: int,
     texts: TokenTexts,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """Log-probabilities of generated tokens and of the `top` most likely, for chat completions."""
+    """Log-probabilities of generated tokens and of the `top` most likely, for chat completions.
+
+    With `as_ids`, tokens are named ``token_id:ID`` in place of their text.
+    """
 
     def shape(token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token or ""
         return {
-            "token": text,
+            "token": f"token_id:{token_id}" if as_ids else text,
             "logprob": max(logprob.logprob, LOWEST),
             "bytes": texts.bytes_of(token_id, text),
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zipage.errors import RequestError
+from zipage.errors import RequestError, shown
 from zipage.sampling_params import SamplingParams
 from zipage.server.errors import bad_request
 from zipage.server.protocol.chat import ChatTemplateFields, Message
@@ -17,6 +18,9 @@ from zipage.server.reasoning import prompt_opens_reasoning
 from zipage.server.serving import NO_TOKENIZER, Serving
 from zipage.server.structured import RequestedForm
 from zipage.tokenizer import render_chat
+
+#: Roles that every model gets, developer as system.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass
@@ -90,6 +94,7 @@ def chat_sampling(
     body: SamplingFields,
     max_tokens: int | None,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     *,
     forms: Mapping[str, RequestedForm | None],
 ) -> tuple[SamplingParams, RequestedForm | None]:
@@ -100,7 +105,9 @@ def chat_sampling(
     `prompt.opens_reasoning` is set.
     """
     may_reason = serving.reasons and prompt.opens_reasoning is not False
-    params, form = serving.sampling(body, max_tokens, logprobs, forms=forms, may_reason=may_reason)
+    params, form = serving.sampling(
+        body, max_tokens, logprobs, prompt_logprobs, forms=forms, may_reason=may_reason
+    )
     if form is not None and may_reason:
         prompt.opens_reasoning = True
     return params, form
@@ -125,6 +132,8 @@ async def chat_prompt(
     """
     if serving.tokenizer is None:
         raise bad_request(param, NO_TOKENIZER)
+    if not body.messages:
+        raise bad_request(param, f"{param} is an empty list: there is nothing to answer")
     continues = body.continue_final_message or False
     if continues and body.add_generation_prompt:
         raise bad_request(
@@ -145,8 +154,12 @@ async def chat_prompt(
             message = "chat_template is only accepted by servers with --trust-chat-templates"
             raise bad_request("chat_template", message)
         template = body.chat_template
+    for index, given in enumerate(body.messages):
+        check_role(serving, given.role, f"messages.{index}.role", template)
     if template is not None:
         options.setdefault("chat_template", template)
+    if body.documents:
+        options.setdefault("documents", body.documents)
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     if continues:
@@ -169,7 +182,30 @@ async def chat_prompt(
         size = sum(map(_size, body.messages)) + sum(len(str(tool)) for tool in tools or ())
         return await serving.tokenizing(size, render)
     except RequestError as error:
-        raise bad_request(param, str(error)) from None
+        # The API's name of a message is that of the errors about its fields.
+        told = re.sub(r"^messages\[(\d+)\]", r"messages.\1", str(error))
+        raise bad_request(param, told) from None
+
+
+def check_role(serving: Serving, role: str, param: str, template: str | None = None) -> None:
+    """Refuse a role that neither the API nor the model's chat template knows.
+
+    Args:
+        serving: the server.
+        role: a message's role.
+        param: the field that gives it.
+        template: the template in place of the model's.
+
+    Raises:
+        ApiError: templates would write it into the prompt without a word.
+    """
+    if role in ROLES:
+        return
+    found = template or serving.chat_template or getattr(serving.tokenizer, "chat_template", None)
+    texts = found.values() if isinstance(found, dict) else [found or ""]
+    if not any(f"{quote}{role}{quote}" in text for text in texts for quote in "'\""):
+        legal = ", ".join(ROLES)
+        raise bad_request(param, f"{param}={shown(role)} is not legal: must be one of {legal}")
 
 
 def _size(message: Message) -> int:
@@ -190,7 +226,7 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise bad_request(
                     f"messages.{index}.content",
-                    f"messages[{index}].content[{position}] is of type {part.type!r}"
+                    f"messages.{index}.content.{position} is of type {part.type!r}"
                     + (" and has none" if part.type.endswith("text") else "")
                     + ": only text is supported",
                 )

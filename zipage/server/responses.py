@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from zipage.outputs import RequestOutput
 from zipage.sampling_params import SamplingParams
+from zipage.server import unsupported
 from zipage.server.answer import AnswerParser, ToolPlan, plan_tools, reasoning_counter
 from zipage.server.errors import bad_request
 from zipage.server.generation import DeltaTracker, Generation
-from zipage.server.prompts import ChatPrompt, chat_prompt, chat_sampling
+from zipage.server.prompts import ChatPrompt, chat_prompt, chat_sampling, check_role
 from zipage.server.protocol.chat import (
     ChatTemplateFields,
     FunctionCall,
@@ -41,8 +42,7 @@ from zipage.server.usage import usage
 
 async def respond(serving: Serving, request: Request, body: ResponsesRequest) -> Response:
     """Answer a request for a response."""
-    model = serving.accept(request, body)
-    _refuse_unsupported(body)
+    model = serving.accept(request, body, unsupported.RESPONSES)
     choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
         choice = NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
@@ -50,7 +50,7 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
         serving, _tools(body), choice, body.parallel_tool_calls, "tools.{}.parameters"
     )
     conversation = ChatTemplateFields(
-        messages=_messages(body),
+        messages=_messages(serving, body),
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
@@ -70,28 +70,11 @@ async def respond(serving: Serving, request: Request, body: ResponsesRequest) ->
     return await serving.deliver(request, [job], answer, body.stream or False, form)
 
 
-def _refuse_unsupported(body: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation"):
-        if getattr(body, name) is not None:
-            raise bad_request(name, f"{name} is not supported: responses are not stored")
-    if body.background:
-        raise bad_request("background", "background is not supported: responses are not stored")
-    if body.truncation == "auto":
-        raise bad_request("truncation", "truncation='auto' is not supported: shorten the input")
-    if body.top_logprobs:
-        raise bad_request("top_logprobs", "top_logprobs is supported by chat completions only")
-    if body.n not in (None, 1):
-        raise bad_request("n", f"n={body.n}: a response has one answer")
-    if body.return_kv_stats or body.return_token_ids:
-        name = "return_kv_stats" if body.return_kv_stats else "return_token_ids"
-        raise bad_request(name, f"{name} is supported by chat completions only")
-
-
 def _tools(body: ResponsesRequest) -> list[Tool] | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function" or tool.name is None:
-            message = f"tools[{index}] is of type {tool.type!r}: only named functions are supported"
+            message = f"tools.{index} is of type {tool.type!r}: only named functions are supported"
             raise bad_request(f"tools.{index}", message)
         function = FunctionDefinition(
             name=tool.name, description=tool.description, parameters=tool.parameters
@@ -100,9 +83,9 @@ def _tools(body: ResponsesRequest) -> list[Tool] | None:
     return tools or None
 
 
-def _messages(body: ResponsesRequest) -> list[Message]:
+def _messages(serving: Serving, body: ResponsesRequest) -> list[Message]:
     messages: list[Message] = []
-    if body.instructions is not None:
+    if body.instructions:
         messages.append(Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         return [*messages, Message(role="user", content=body.input)]
@@ -127,16 +110,22 @@ def _messages(body: ResponsesRequest) -> list[Message]:
             message = Message(role="tool", content=output, tool_call_id=item.call_id)
         else:
             message = _message(item, kind, index)
+            check_role(serving, message.role, f"input.{index}.role")
         if message.role == "assistant":
             message.reasoning_content, reasoning = reasoning, None
+        elif reasoning:  # of an answer that was cut
+            messages.append(Message(role="assistant", reasoning_content=reasoning))
+            reasoning = None
         messages.append(message)
+    if reasoning:
+        messages.append(Message(role="assistant", reasoning_content=reasoning))
     return messages
 
 
 def _message(item: InputItem, kind: str, index: int) -> Message:
     if kind != "message" or item.role is None or item.content is None:
         expected = "a message with role and content, function_call, function_call_output, reasoning"
-        raise bad_request(f"input.{index}", f"input[{index}] ({kind}) must be {expected}")
+        raise bad_request(f"input.{index}", f"input.{index} ({kind}) must be {expected}")
     return Message(role=item.role, content=_text(item.content, f"input.{index}.content"))
 
 

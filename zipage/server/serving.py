@@ -31,6 +31,7 @@ from zipage.server.streaming import EventStream, encode, unless_disconnected
 from zipage.server.structured import RequestedForm, structured_output
 from zipage.server.tool_calls import call_style
 from zipage.server.tracing import RequestTracer, otlp_exporter
+from zipage.server.unsupported import Refused, refuse_unsupported
 from zipage.tokenizer import encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -148,8 +149,8 @@ class Serving:
         if len(text) > self._longest_text:
             message = (
                 f"This model's maximum context length is {self.engine.max_model_len} tokens. "
-                f"However, your {param} has {len(text)} characters, more than that many tokens can "
-                "have. Please shorten it."
+                f"However, {_your(param)} {len(text)} characters, more than that many tokens can "
+                "have. Please shorten the text."
             )
             raise bad_request(param, message, "context_length_exceeded")
         return encode_prompt(tokenizer, text, special)
@@ -176,20 +177,28 @@ class Serving:
 
     # ------------------------------------------------------------------ checks
 
-    def accept(self, request: Request, body: RequestModel) -> str:
+    def accept(
+        self, request: Request, body: RequestModel, refused: Mapping[str, Refused] | None = None
+    ) -> str:
         """Check what all requests have in common; returns the model's name in the request.
 
+        Args:
+            request: the request.
+            body: its body.
+            refused: known fields that the endpoint refuses.
+
         Raises:
-            ApiError: the model is unknown, or the server is shutting down.
+            ApiError: the model is unknown, a field is refused, or the server is shutting down.
         """
         if self.draining:
             raise unavailable("the server is shutting down")
+        refuse_unsupported(body, refused or {})
         fields = {"request_id": request_id_of(request)}
         if body.unknown_fields:
             names = ", ".join(body.unknown_fields)[:500]
             logger.info("fields that are no part of the API are ignored: %s", names, extra=fields)
         model: str | None = getattr(body, "model", None)
-        return self.check_model(model)
+        return self.check_model(model or None)
 
     def check_model(self, model: str | None) -> str:
         """The name of the model, the first one by default.
@@ -227,8 +236,8 @@ class Serving:
         message = f"This model's maximum context length is {limit} tokens. However, "
         if prompt_tokens >= limit:
             message += (
-                f"your {param} has {prompt_tokens} tokens, and at least one must be left for the "
-                "answer. Please shorten it."
+                f"{_your(param)} {prompt_tokens} tokens, and at least one must be left for the "
+                "answer. Please shorten the text."
             )
         elif max_tokens is not None and prompt_tokens + max_tokens > limit:
             message += (
@@ -240,6 +249,31 @@ class Serving:
         else:
             return
         raise bad_request(param, message, "context_length_exceeded")
+
+    def check_logprobs(self, name: str, count: int | None) -> None:
+        """Refuse a number of alternatives that this server does not return.
+
+        Args:
+            name: the request's field.
+            count: its value.
+
+        Raises:
+            ApiError: it is out of range.
+        """
+        most = self.settings.max_logprobs
+        if count is not None and not 0 <= count <= most:
+            raise bad_request(name, f"{name}={count} is not legal: must be from 0 to {most}")
+
+    def check_prompt_logprobs(self, count: int | None, stream: bool | None) -> None:
+        """Refuse `prompt_logprobs` out of range, and in streams, as vLLM does.
+
+        Raises:
+            ApiError: they are.
+        """
+        self.check_logprobs("prompt_logprobs", count)
+        if count is not None and stream:
+            message = "prompt_logprobs are not streamed: ask for them without stream=true"
+            raise bad_request("prompt_logprobs", message)
 
     # ------------------------------------------------------------------ requests
 
@@ -288,9 +322,10 @@ class Serving:
             if isinstance(value, list) and len(value) > settings.max_stop:
                 most = settings.max_stop
                 raise bad_request(name, f"{name} has {len(value)} entries, at most {most} are read")
-        if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
-            most = settings.max_logprobs
-            raise bad_request("logprobs", f"logprobs={logprobs}: at most {most} are returned")
+        self.check_logprobs("logprobs", logprobs)
+        if body.compression == "off" and body.kv_budget is not None:
+            message = f'kv_budget={body.kv_budget} must be left out with compression="off"'
+            raise bad_request("kv_budget", message)
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options", "stream_options is only legal with stream=true")
         if not -(2**31) <= (body.priority or 0) < 2**31:
@@ -361,6 +396,8 @@ class Serving:
 
         tokens = sum(len(part.token_ids) for output in outputs for part in output.outputs)
         entries = tokens * (1 + (jobs[0].params.logprobs or 0))
+        if (top := jobs[0].params.prompt_logprobs) is not None:
+            entries += sum(len(job.token_ids) for job in jobs) * (1 + top)
         # Megabytes take seconds, during which no other request should wait.
         data = await asyncio.to_thread(write) if entries > _LARGE_ANSWER else write()
         return Response(data, media_type="application/json")
@@ -388,6 +425,11 @@ def request_id_of(request: Request) -> str:
     """The id of a request, the client's own if it sent one."""
     found = request.scope.get("zipage.request_id")
     return found if isinstance(found, str) else uuid.uuid4().hex
+
+
+def _your(param: str) -> str:
+    """The subject of a sentence about the size of a field."""
+    return f"your {param} {'have' if param == 'messages' else 'has'}"
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zipage.server.protocol.sampling import (
     MOST_ITEMS,
     KVStats,
+    PromptLogprob,
     RequestModel,
     SamplingFields,
     UsageInfo,
@@ -99,6 +100,7 @@ class ChatTemplateFields(RequestModel):
     model: str | None = None
     messages: Annotated[list[Message], Field(max_length=MOST_ITEMS)]
     tools: Annotated[list[Tool], Field(max_length=MOST_ITEMS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_ITEMS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -114,6 +116,8 @@ class ChatCompletionRequest(ChatTemplateFields, SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -192,6 +196,7 @@ class ChatCompletionResponse(BaseModel):
     choices: list[ChatChoice]
     usage: UsageInfo
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Delta(BaseModel):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from zipage.server.protocol.sampling import (
     KVStats,
+    PromptLogprob,
     SamplingFields,
     StopAtFirst,
     Texts,
@@ -29,8 +30,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
+    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -54,6 +54,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
     kv_stats: KVStats | None = None
 
 

@@ -91,11 +91,6 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

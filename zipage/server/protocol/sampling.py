@@ -136,6 +136,14 @@ class UsageInfo(BaseModel):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class PromptLogprob(BaseModel):
+    """Log-probability of a token at a place in the prompt, by token id as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 class KVCompression(BaseModel):
     """What one compression kept, see `zipage.outputs.CompressionRecord`; bytes are in base64."""
 
