@@ -25,6 +25,7 @@ class ScriptedEngine:
         pieces: of the text; an exception among them is raised.
         finish_reason: of the answer.
         seen: prompts and parameters it got.
+        texts: the prompts' texts.
         aborted: how many requests were left early.
     """
 
@@ -34,6 +35,7 @@ class ScriptedEngine:
         self.logprob = -0.5
         self.delay = 0.0
         self.seen: list[tuple[list[int], SamplingParams]] = []
+        self.texts: list[str | None] = []
         self.aborted = self.queue_refusals = 0
         self.config = EngineConfig(model=TINY)
         self.max_model_len = max_model_len
@@ -71,6 +73,7 @@ class ScriptedEngine:
             raise EngineDeadError("the engine stopped: by the test")
         ids = prompt["prompt_token_ids"]
         self.seen.append((ids, sampling_params))
+        self.texts.append(prompt["prompt"])
         text, finished = "", False
         try:
             for step, piece in enumerate(self.pieces, 1):

@@ -121,6 +121,21 @@ def test_choices_and_logprobs(client: Client) -> None:
         assert ids == answer["choices"][index]["token_ids"]
 
 
+def test_logprobs_by_token_id_and_of_the_prompt(client: Client) -> None:
+    body = {"messages": CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "n": 2}
+    body |= {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 0}
+    answer = client.ok(URL, body)
+    ChatCompletionResponse.model_validate(answer, strict=True)
+    for choice in answer["choices"]:
+        named = [token["token"] for token in choice["logprobs"]["content"]]
+        assert named == [f"token_id:{token}" for token in choice["token_ids"]]
+    prompt = answer["prompt_token_ids"]
+    told = [None if entry is None else list(entry) for entry in answer["prompt_logprobs"]]
+    assert told == [None, *([str(token)] for token in prompt[1:])]
+    assert "prompt_logprobs" not in client.ok(URL, {"messages": CHAT, "max_tokens": 1})
+    assert client.error(URL, {**body, "stream": True})["param"] == "prompt_logprobs"
+
+
 def test_messages_reach_the_template() -> None:
     engine = ScriptedEngine(["ok"], tiny_tokenizer(HERMES))
     client = Client(engine)

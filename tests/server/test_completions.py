@@ -131,6 +131,34 @@ def test_echo_for_loglikelihoods(client: Client) -> None:
     assert plain["text"] == SUM and plain["logprobs"] is None
 
 
+def test_logprobs_of_the_prompt(client: Client) -> None:
+    """In vLLM's format: for each token, the most likely ones and itself, by id."""
+    ids = client.ok("/tokenize", {"prompt": SUM})["tokens"]
+    body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+    echoed = client.ok(URL, body)["choices"][0]["logprobs"]
+    answer = client.ok(URL, {"prompt": [ids, ids[:5]], "max_tokens": 1, "prompt_logprobs": 2})
+    CompletionResponse.model_validate(answer, strict=True)
+    told, short = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert len(told) == len(ids) and told[0] is None
+    values = echoed["token_logprobs"][:-1]
+    for token, entry, value in list(zip(ids, told, values, strict=True))[1:]:
+        assert entry[str(token)]["logprob"] == pytest.approx(value, abs=1e-4)
+        ranks = sorted(each["rank"] for each in entry.values())
+        assert ranks[:2] == [1, 2] and len(ranks) == (2 if entry[str(token)]["rank"] <= 2 else 3)
+        assert isinstance(entry[str(token)]["decoded_token"], str)
+    assert len(short) == 5 and short[1].keys() == told[1].keys()
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    # Each of two numbers applies to its own report.
+    for more in (0, 2):
+        both = client.ok(URL, {**body, "prompt_logprobs": more})["choices"][0]
+        assert both["logprobs"] == echoed
+        assert len(both["prompt_logprobs"][5]) in ((1,) if more == 0 else (2, 3))
+    plain = client.ok(URL, {**body, "logprobs": None, "prompt_logprobs": 1})["choices"][0]
+    assert plain["logprobs"] is None and plain["prompt_logprobs"][0] is None
+    error = client.error(URL, {"prompt": ids, "prompt_logprobs": 0, "stream": True})
+    assert error["param"] == "prompt_logprobs" and "streamed" in error["message"]
+
+
 def test_logprobs_of_the_answer(client: Client) -> None:
     body = {**TEN, "logprobs": 3, "return_tokens_as_token_ids": True, "return_token_ids": True}
     choice = client.ok(URL, body)["choices"][0]

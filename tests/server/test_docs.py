@@ -17,6 +17,7 @@ from tests.server.conftest import Client
 from zipage import LLM
 from zipage.cli.serve import serve
 from zipage.config import EngineConfig
+from zipage.server import unsupported
 from zipage.server.settings import ServerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -115,3 +116,18 @@ def test_endpoints_and_statuses_are_documented(client: Client) -> None:
         for operation in methods.values():
             for status in operation["responses"]:
                 assert re.search(rf"\b{status}\b", PAGE), status
+
+
+def test_refused_fields_are_documented() -> None:
+    table = PAGE.partition("| endpoint | refused |\n")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", table, re.MULTILINE))
+    endpoints = {
+        "completions": unsupported.COMPLETIONS,
+        "chat completions": unsupported.CHAT,
+        "responses": unsupported.RESPONSES,
+    }
+    assert set(rows) == {"all three", *endpoints}
+    for endpoint, fields in endpoints.items():
+        for name in fields:
+            told = rows["all three"] + rows[endpoint]
+            assert re.search(rf"`{re.escape(name)}[`:]", told), (endpoint, name)

@@ -36,6 +36,11 @@ BAD = [
     (COMPLETIONS, {"n": 0}, "n", "n=0"),
     (COMPLETIONS, {"n": 2, "best_of": 5}, "best_of", "not supported"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
+    (COMPLETIONS, {"max_completion_tokens": 9}, "max_completion_tokens", "use max_tokens"),
+    (COMPLETIONS, {"max_output_tokens": 0}, "max_output_tokens", "use max_tokens"),
+    (COMPLETIONS, {"bad_words": ["x"]}, "bad_words", "['x'] is not supported: give"),
+    (COMPLETIONS, {"prompt_embeds": "AAAA"}, "prompt_embeds", "token ids"),
+    (COMPLETIONS, {"top_logprobs": 2}, "top_logprobs", "use logprobs"),
     (COMPLETIONS, {"temperature": "hot"}, "temperature", "number"),
     (COMPLETIONS, {"temperature": -1}, "temperature", "temperature=-1"),
     (COMPLETIONS, {"top_p": 0}, "top_p", "above 0"),
@@ -53,7 +58,11 @@ BAD = [
     (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias", "x"),
     (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias", "100"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs", "20"),
-    (COMPLETIONS, {"logprobs": -1}, "logprobs", "-1"),
+    (COMPLETIONS, {"logprobs": -1}, "logprobs", "logprobs=-1 is not legal: must be from 0 to 20"),
+    (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"prompt_logprobs": -1, "echo": True, "logprobs": 1}, "prompt_logprobs", "-1"),
+    (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"kv_budget": 64, "compression": "off"}, "kv_budget", "left out with"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     (COMPLETIONS, {"priority": 2**40}, "priority", "32-bit"),
     (COMPLETIONS, {"seed": 2**70}, "seed", "seed"),
@@ -63,15 +72,32 @@ BAD = [
     (CHATS, {"messages": []}, "messages", "empty"),
     (CHATS, {"messages": "hi"}, "messages", "list"),
     (CHATS, {"messages": [{"content": "x"}]}, "messages.0.role", "required"),
-    (CHATS, {"messages": [{"role": "user"}]}, "messages", "no content"),
+    (CHATS, {"messages": [{"role": "user"}]}, "messages", "messages.0 has no content"),
     (CHATS, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
     (
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.0.content",
-        "image_url",
+        "messages.0.content.0 is of type 'image_url'",
     ),
     (CHATS, {"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+    (CHATS, {"top_logprobs": -1}, "top_logprobs", "from 0 to 20"),
+    (CHATS, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    (CHATS, {"n": 3, "best_of": 4}, "best_of", "ask for n"),
+    (CHATS, {"use_beam_search": True}, "use_beam_search", "ask for n"),
+    (CHATS, {"bad_words": ["x"]}, "bad_words", "logit_bias"),
+    (CHATS, {"allowed_token_ids": [7]}, "allowed_token_ids", "structured_outputs"),
+    (CHATS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "=0 is not supported"),
+    (CHATS, {"thinking_token_budget": 9}, "thinking_token_budget", "=9"),
+    (CHATS, {"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection", "stop"),
+    (CHATS, {"echo": True}, "echo", "/v1/completions"),
+    (CHATS, {"functions": [{"name": "f"}]}, "functions", "use tools"),
+    (CHATS, {"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
+    (CHATS, {"web_search_options": {}}, "web_search_options", "tools"),
+    (CHATS, {"modalities": ["text", "audio"]}, "modalities", "text"),
+    (CHATS, {"audio": {"voice": "alloy", "format": "wav"}}, "audio", "text"),
+    (CHATS, {"verbosity": "low"}, "verbosity", "message"),
+    (CHATS, {"max_output_tokens": 9}, "max_output_tokens", "use max_completion_tokens"),
     (CHATS, {"logprobs": True, "top_logprobs": 99}, "top_logprobs", "20"),
     (CHATS, {"max_tokens": 0}, "max_tokens", "at least 1"),
     (CHATS, {"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
@@ -93,7 +119,16 @@ BAD = [
         "continue_final_message",
         "exclude",
     ),
-    (RESPONSES, {"input": []}, "input", "empty"),
+    (RESPONSES, {"input": []}, "input", "input is an empty list"),
+    (RESPONSES, {"max_tokens": 9}, "max_tokens", "use max_output_tokens"),
+    (RESPONSES, {"max_completion_tokens": 9}, "max_completion_tokens", "use max_output_tokens"),
+    (RESPONSES, {"return_kv_stats": True}, "return_kv_stats", "/v1/completions and /v1/chat"),
+    (RESPONSES, {"prompt_logprobs": 0}, "prompt_logprobs", "/v1/completions and /v1/chat"),
+    (RESPONSES, {"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
+    (RESPONSES, {"background": True}, "background", "stored"),
+    (RESPONSES, {"truncation": "auto"}, "truncation", "shorten"),
+    (RESPONSES, {"n": 2}, "n", "one answer"),
+    (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity", "instructions"),
     (RESPONSES, {"input": [{"type": "image"}]}, "input.0", "image"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id", "stored"),
     (RESPONSES, {"conversation": "conv_1"}, "conversation", "stored"),
@@ -120,6 +155,48 @@ def test_bad_values(
     # A stream is refused with the same status.
     if path in BASE and "stream_options" not in fields:
         assert client.error(path, {**BASE[path], **fields, "stream": True}) == error
+
+
+NEUTRAL = [
+    {"best_of": 1, "bad_words": [], "allowed_token_ids": None, "use_beam_search": False},
+    {"truncate_prompt_tokens": None, "thinking_token_budget": -1, "vllm_xargs": {}, "suffix": ""},
+    {"echo": False, "functions": [], "function_call": "auto", "modalities": ["text"]},
+    {"audio": None, "verbosity": "medium", "top_logprobs": 0, "prompt_logprobs": None},
+    {"background": False, "truncation": "disabled", "n": 1, "text": {"verbosity": "medium"}},
+    # These change nothing, and no list of them is complete.
+    {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "request_id": "r"},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "seed": 5, "stream_interval": 4, "odd": 1},
+    {"model": ""},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL, ids=lambda fields: " ".join(fields))
+def test_fields_that_ask_for_nothing(client: Client, fields: dict[str, Any]) -> None:
+    for path, body in BASE.items():
+        limit = {"max_output_tokens": 4} if path == RESPONSES else {}
+        answer = client.ok(path, {**body, **limit, **fields})
+        assert answer["model"] == "zipage-tiny"
+
+
+def test_the_best_of_n_is_n(client: Client) -> None:
+    for path in (COMPLETIONS, CHATS):
+        many = {**BASE[path], "n": 2, "best_of": 2, "temperature": 1.0}
+        assert len(client.ok(path, many)["choices"]) == 2
+
+
+def test_lone_surrogates_are_named(client: Client) -> None:
+    for text, fault in [
+        (rb"\ud800", rb"\ud800"),
+        (rb"a\uDFFFb", rb"\uDFFF"),
+        (rb"\ud83d\ude00 \\\ud83d!", rb"\ud83d"),
+        (rb"\ud83d\\ude00", rb"\ud83d"),
+    ]:
+        error = client.error(COMPLETIONS, b'{"prompt": "' + text + b'"}')
+        assert f"lone surrogate {fault.decode()}," in error["message"], error
+    for text in (rb"\ud83d\ude00", rb"\\ud800"):
+        client.ok(COMPLETIONS, b'{"max_tokens": 1, "prompt": "' + text + b'"}')
+        error = client.error(COMPLETIONS, b'{"max_tokens": 1, "prompt": "' + text + b'", }')
+        assert "surrogate" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +257,8 @@ def test_context_length_errors_name_the_numbers(client: Client) -> None:
         assert f"{number} " in error["message"] or f"({number} " in error["message"]
     fits = {"messages": CHAT, "max_tokens": 2048 - tokens, "stop": "#"}
     assert client.post(CHATS, fits).status_code == 200
+    long = [{"role": "user", "content": "Add these numbers. " * 700}]
+    assert "However, your messages have " in client.error(CHATS, {"messages": long})["message"]
     error = client.error(COMPLETIONS, {"prompt": [6] * 2048})
     assert "2048 tokens. However, your prompt has 2048" in error["message"]
     assert client.ok(COMPLETIONS, {"prompt": [6] * 2047})["usage"]["completion_tokens"] == 1

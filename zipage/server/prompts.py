@@ -179,7 +179,8 @@ async def chat_prompt(
         )
 
     try:
-        size = sum(map(_size, body.messages)) + sum(len(str(tool)) for tool in tools or ())
+        described = [*(tools or ()), *(body.documents or ())]
+        size = sum(map(_size, body.messages)) + sum(len(str(part)) for part in described)
         return await serving.tokenizing(size, render)
     except RequestError as error:
         # The API's name of a message is that of the errors about its fields.
