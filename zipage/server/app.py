@@ -109,7 +109,12 @@ def _decode(body: bytes) -> Any:
 
 
 def _lone_surrogate(body: bytes) -> str | None:
-    """What is wrong with a body that has half a character; the decoder says it was truncated."""
+    """What is wrong with a body that has half a character; the decoder says it was truncated.
+
+    Large bodies are not searched, as nothing else runs meanwhile.
+    """
+    if len(body) >= _LARGE_BODY:
+        return None
     escapes = body.replace(rb"\\", b"__")
     pair = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", re.sub(pair, b"", escapes))

@@ -6,13 +6,14 @@ Fields that are in no table and no schema are ignored: clients send many that ch
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from zipage.errors import shown
 from zipage.server.errors import bad_request
 
 
@@ -31,6 +32,8 @@ class Refused:
     equal: str | None = None
 
 
+#: Most characters of a value in a message.
+_LONGEST_SHOWN = 100
 _STRUCTURE = "prescribe the form of the answer with structured_outputs"
 _STORED = "responses are not stored"
 _CHAT_ONLY = "it is a field of /v1/chat/completions"
@@ -110,5 +113,9 @@ def refuse_unsupported(body: BaseModel, fields: Mapping[str, Refused]) -> None:
             neutral += (getattr(body, refused.equal, None),)
         if value is None or value is False or value in neutral:  # 0 is not False here
             continue
-        message = f"{name}={shown(value)} is not supported: {refused.advice}"
-        raise bad_request(name, message)
+        # Piece by piece, as a list may have millions of members.
+        pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value)
+        text = "".join(itertools.islice(pieces, _LONGEST_SHOWN + 1))
+        if len(text) > _LONGEST_SHOWN:
+            text = f"{text[:_LONGEST_SHOWN]}..."
+        raise bad_request(name, f"{name}={text} is not supported: {refused.advice}")
