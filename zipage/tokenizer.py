@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -134,8 +134,12 @@ def render_chat(
     conversation = _conversation(messages)
     options = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
     text: str | None = None
-    if any(message["content"] is None for message in conversation):
-        text = _render_none(tokenizer, conversation, options)
+    kinds = _kinds_without_content(conversation)
+    for nullable in (kinds, *({kind} for kind in kinds if len(kinds) > 1)):
+        some = _filled(conversation, "", kinds - nullable)
+        text = _render_none(tokenizer, some, options)
+        if text is not None:
+            break
     if text is None:
         try:
             text = _render(tokenizer, _filled(conversation, ""), options)
@@ -170,19 +174,34 @@ def _render_none(
         return None
     if "None" in text:
         # Without a test for None, the template writes the word where it would write a text.
-        try:
-            marked = _render(tokenizer, _filled(conversation, _MARK), options)
-        except Exception:  # it refuses a text here
-            return text
-        if _MARK in marked and marked.replace(_MARK, "None") == text:
-            return None
+        for kind in _kinds_without_content(conversation):
+            try:
+                marked = _render(tokenizer, _filled(conversation, _MARK, {kind}), nullable)
+            except Exception:  # it refuses a text here
+                continue
+            if _MARK in marked and marked.replace(_MARK, "None") == text:
+                return None
     return text
 
 
-def _filled(conversation: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The conversation with `text` as the content of messages that have none."""
+def _kinds_without_content(conversation: list[dict[str, Any]]) -> set[bool]:
+    """Whether messages that have no content have calls: templates test for one, but not the other
+    kind of message."""
+    return {_has_calls(message) for message in conversation if message["content"] is None}
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls"))
+
+
+def _filled(
+    conversation: list[dict[str, Any]], text: str, kinds: Collection[bool] = (True, False)
+) -> list[dict[str, Any]]:
+    """The conversation with `text` as the content of messages that have none, of some kinds."""
     return [
-        {**message, "content": text} if message["content"] is None else message
+        {**message, "content": text}
+        if message["content"] is None and _has_calls(message) in kinds
+        else message
         for message in conversation
     ]
 
@@ -241,7 +260,7 @@ def _conversation(messages: object) -> list[dict[str, Any]]:
 
 def _may_lack_content(message: Mapping[str, Any]) -> bool:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    return bool(message.get("tool_calls") or (message["role"] == "assistant" and reasoning))
+    return _has_calls(message) or bool(message["role"] == "assistant" and reasoning)
 
 
 def _content(name: str, content: object) -> str | None:

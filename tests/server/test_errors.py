@@ -178,6 +178,13 @@ def test_fields_that_ask_for_nothing(client: Client, fields: dict[str, Any]) -> 
         assert answer["model"] == "zipage-tiny"
 
 
+def test_one_limit_under_several_names(client: Client) -> None:
+    # guidellm sends both to /v1/completions.
+    fields = {"max_tokens": 2, "max_completion_tokens": 2}
+    for path, more in ((COMPLETIONS, {}), (CHATS, {}), (RESPONSES, {"max_output_tokens": 2})):
+        client.ok(path, {**BASE[path], **fields, **more})
+
+
 def test_the_best_of_n_is_n(client: Client) -> None:
     for path in (COMPLETIONS, CHATS):
         many = {**BASE[path], "n": 2, "best_of": 2, "temperature": 1.0}

@@ -50,6 +50,21 @@ def test_a_content_that_is_none(kind: str, question: str) -> None:
     assert render_chat(tokenizer, messages, False) == begun + "4"
 
 
+@pytest.mark.parametrize("text", ["m.content", "'' + m.content"], ids=["writes", "joins"])
+def test_contents_that_are_none_in_two_ways(text: str) -> None:
+    template = f"{{% for m in messages %}}{_TEXT}{{% if m.tool_calls %}}{_CALLS}{{% if m.content "
+    template += (
+        f"is none %}}none{{% endif %}}{{% else %}}{{{{ {text} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    messages = [
+        {"role": "user", "content": "None?"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ]
+    found = render_chat(tiny_tokenizer(template), messages, False)
+    assert found == "[user]None?[assistant][assistant]CALL f;none"
+
+
 def test_a_template_that_refuses_is_still_heard() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('no tools here') }}")
     client = Client(ScriptedEngine(["a"], tokenizer))

@@ -59,8 +59,9 @@ _ALL = {
 COMPLETIONS = {
     **_ALL,
     "suffix": Refused("prompts are continued at their end"),
-    "max_completion_tokens": Refused("use max_tokens"),
-    "max_output_tokens": Refused("use max_tokens"),
+    # Some clients give the limit under both names, whatever the endpoint.
+    "max_completion_tokens": Refused("use max_tokens", equal="max_tokens"),
+    "max_output_tokens": Refused("use max_tokens", equal="max_tokens"),
     "top_logprobs": Refused("use logprobs, which is a number here", (0,)),
 }
 CHAT = {
@@ -77,8 +78,8 @@ CHAT = {
 }
 RESPONSES = {
     **_ALL,
-    "max_tokens": Refused("use max_output_tokens"),
-    "max_completion_tokens": Refused("use max_output_tokens"),
+    "max_tokens": Refused("use max_output_tokens", equal="max_output_tokens"),
+    "max_completion_tokens": Refused("use max_output_tokens", equal="max_output_tokens"),
     "previous_response_id": Refused(f"{_STORED}: send the conversation in input"),
     "conversation": Refused(f"{_STORED}: send the conversation in input"),
     "background": Refused(_STORED),
