@@ -368,10 +368,13 @@ def host_memory_available() -> int:
         try:
             left = int((_CGROUP / folder / limit).read_text())
             left -= int((_CGROUP / folder / used).read_text())
-            lines = (_CGROUP / folder / "memory.stat").read_text().splitlines()
-            numbers = {name: int(value) for name, value in map(str.split, lines)}
         except (OSError, ValueError):  # "max" is no limit
             continue
+        try:
+            lines = (_CGROUP / folder / "memory.stat").read_text().splitlines()
+            numbers = {name: int(value) for name, value in map(str.split, lines)}
+        except (OSError, ValueError):  # not every sandbox has it
+            numbers = {}
         # Cached files, such as weights that were read, count as used but make room.
         left += sum(numbers.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
         available = min(available, left)

@@ -111,7 +111,7 @@ def test_the_limit_of_a_container(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of either version of cgroups; files in its page cache leave room."""
+    """Of either version of cgroups; files in its page cache leave room, where they are counted."""
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
     monkeypatch.setattr(config, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(config, "_CGROUP", tmp_path)
@@ -124,6 +124,9 @@ def test_the_limit_of_a_container(
     )
     (group / limit).write_text("4000000\n")
     assert config.host_memory_available() == 4_000_000 - 400_000
+    (group / "memory.stat").rename(group / "away")
+    assert config.host_memory_available() == 1_000_000
+    (group / "away").rename(group / "memory.stat")
     for unlimited in ("max\n", f"{2**63 - 4096}\n"):
         (group / limit).write_text(unlimited)
         assert config.host_memory_available() == 8000 * 1024

@@ -61,7 +61,7 @@ def test_contents_that_are_none_in_two_ways(text: str) -> None:
         {"role": "assistant", "content": None, "reasoning_content": "hm"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
     ]
-    found = render_chat(tiny_tokenizer(template + "{% endfor %}"), messages, False)
+    found = render_chat(tiny_tokenizer(template), messages, False)
     assert found == "[user]None?[assistant][assistant]CALL f;none"
 
 
