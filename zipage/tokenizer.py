@@ -135,11 +135,10 @@ def render_chat(
     options = {"add_generation_prompt": add_generation_prompt, **chat_template_kwargs}
     text: str | None = None
     kinds = _kinds_without_content(conversation)
-    for nullable in (kinds, *({kind} for kind in kinds if len(kinds) > 1)):
-        some = _filled(conversation, "", kinds - nullable)
-        text = _render_none(tokenizer, some, options)
-        if text is not None:
-            break
+    for nullable in ({True, False}, {False}, {True}):
+        if text is None and nullable <= kinds:
+            some = _filled(conversation, "", kinds - nullable)
+            text = _render_none(tokenizer, some, options)
     if text is None:
         try:
             text = _render(tokenizer, _filled(conversation, ""), options)

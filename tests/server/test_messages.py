@@ -65,6 +65,20 @@ def test_contents_that_are_none_in_two_ways(text: str) -> None:
     assert found == "[user]None?[assistant][assistant]CALL f;none"
 
 
+def test_conversations_of_texts_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for a template that takes None costs a copy of all messages for each of them."""
+    tokenizer = tiny_tokenizer()
+    render, given = tokenizer.apply_chat_template, []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        given.append(options)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    assert SUM in render_chat(tokenizer, CHAT)
+    assert given == [{"tokenize": False, "add_generation_prompt": True}]
+
+
 def test_a_template_that_refuses_is_still_heard() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('no tools here') }}")
     client = Client(ScriptedEngine(["a"], tokenizer))
