@@ -15,7 +15,7 @@ from zipage.cli.options import engine_options, with_options
 from zipage.cli.progress import EngineProgress
 from zipage.cli.tables import print_table
 from zipage.cli.threads import use_idle_cores
-from zipage.cli.writing import check_writable, write_json, writing
+from zipage.cli.writing import check_writable, write_json, write_text
 from zipage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,18 +124,13 @@ def evaluate(
             if len(long_ids) == len(chosen):
                 long_ids = set()
             report = markdown_report(results, description, long_ids, long_tokens)
-            after.callback(_write_text, markdown, report)
+            after.callback(write_text, markdown, report)
         print_table(accuracy_rows(results), title="Right answers", frame=box.HEAVY_HEAD)
         print_table(detail_rows(results), keys=2, title="Cells", frame=box.HEAVY_HEAD)
     failed = sum(result.errors for result in results)
     if failed:
         console.print(f"[red]{failed} requests failed")
         raise typer.Exit(1)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with writing(str(path)):
-        path.write_text(text, encoding="utf-8")
 
 
 class _CellProgress:

@@ -54,8 +54,13 @@ def _option_of(path: Path, others: Mapping[str, Path | None]) -> str | None:
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
     """Write results as JSON if `path` is given; see `writing`."""
     if path is not None:
-        with writing(str(path)):
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text to a file; see `writing`."""
+    with writing(str(path)):
+        path.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
